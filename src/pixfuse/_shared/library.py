@@ -1,0 +1,250 @@
+"""Registration: one call gives an operator its schema and every rule that PyTorch may ask it for.
+
+Data flows one way: public function -> checks -> :class:`Op` -> one kernel -> out. The kernel is, per device,
+
+* ``cpu``: C++, from ``src/pixfuse/*/cpu.cpp`` by way of the library ``_kernels`` (the build may leave it out);
+* ``triton``: the function of the op's name in the room's ``gpu.py``, for the dtypes listed there;
+* ``reference``: the definition in the room's ``reference.py``, for everything else, slow and right.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .checks import dtype_name
+
+_LIBRARY = torch.library.Library("pixfuse", "DEF")
+_KERNELS = Path(__file__).parents[1] / "_kernels.so"
+_HAS_TRITON = importlib.util.find_spec("triton") is not None
+_log = logging.getLogger("pixfuse")
+
+OPS: dict[str, Op] = {}
+
+
+class Op:
+    """A registered operator. Calling it takes the right one of its implementations."""
+
+    def __init__(
+        self,
+        overload: torch._ops.OpOverload,
+        reference: Callable[..., Any],
+        function: type[torch.autograd.Function],
+        sharding: Callable[..., Any],
+        room: str,
+    ) -> None:
+        self.overload = overload
+        self.reference = reference
+        self.function = function
+        self.sharding = sharding
+        self.room = room
+
+    @property
+    def name(self) -> str:
+        """The op's name without its namespace."""
+        return self.overload._schema.name.removeprefix("pixfuse::")
+
+    def __call__(self, *args: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return self.overload(*args)
+        if _forward_mode():  # the reference is plain PyTorch, which has every forward-mode rule
+            return self.reference(*args)
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            return self.function.apply(*args)
+        if torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args):
+            return self.overload(*args)
+        # Nothing to record: skip autograd's Python wrapper, which costs more than a small kernel.
+        with torch._C._AutoDispatchBelowAutograd():
+            return self.overload(*args)
+
+
+def _forward_mode() -> bool:
+    if torch.autograd.forward_ad._current_level >= 0:
+        return True
+    if torch._C._functorch.peek_interpreter_stack() is None:
+        return False
+    stack = torch._C._functorch.get_interpreter_stack() or []
+    return any(level.key() == torch._C._functorch.TransformType.Jvp for level in stack)
+
+
+def define_op(
+    schema: str,
+    *,
+    reference: Callable[..., Any],
+    fake: Callable[..., Any],
+    setup_context: Callable[..., None],
+    backward: Callable[..., Any],
+    vmap: Callable[..., Any],
+    sharding: Callable[..., Any],
+) -> Op:
+    """Register ``pixfuse::<schema>`` with all its rules.
+
+    Args:
+        schema: the op's schema without namespace, for example ``"f(Tensor x, float gain) -> Tensor"``. Arguments
+            are tensors, ints, floats, bools and lists of ints: strings leak in torch's stable ABI.
+        reference: the definition in differentiable plain PyTorch; runs wherever no kernel does.
+        fake: shape, dtype and strides of the result, from the same checks as the public function.
+        setup_context: ``(ctx, inputs, output)``; keeps what backward needs.
+        backward: ``(ctx, *grads)``; calls other ops, so that it can be differentiated again.
+        vmap: ``(info, in_dims, *args)`` gives ``(output, out_dims)``; see ``batching.py``.
+        sharding: ``(*args)`` gives the DTensor placements that need no communication; see ``distributed.py``.
+    """
+    name = schema[: schema.index("(")]
+    room = reference.__module__.rpartition(".")[0]
+    _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order))
+    overload = getattr(torch.ops.pixfuse, name).default
+    _LIBRARY.impl(name, reference, "CompositeExplicitAutograd")
+    launch = _triton_or_reference(room, name, reference)
+    for key in ("CUDA", "XPU"):
+        _LIBRARY.impl(name, launch, key)
+    qualified = f"pixfuse::{name}"
+    torch.library.register_fake(qualified, fake, lib=_LIBRARY)
+    torch.library.register_autograd(qualified, backward, setup_context=setup_context, lib=_LIBRARY)
+    torch.library.register_vmap(qualified, vmap, lib=_LIBRARY)
+
+    # torch.func refuses ops with register_autograd, so its transforms get the same rules as a Function.
+    function = type(
+        name,
+        (torch.autograd.Function,),
+        {
+            "forward": staticmethod(lambda *args: overload(*args)),
+            "setup_context": staticmethod(setup_context),
+            "backward": staticmethod(backward),
+            "vmap": staticmethod(vmap),
+        },
+    )
+    OPS[name] = op = Op(overload, reference, function, sharding, room)
+    return op
+
+
+def differentiate(reference: Callable[..., Any]) -> tuple[Callable[..., None], Callable[..., Any]]:
+    """The rules ``setup_context`` and ``backward`` of an op, derived from its reference.
+
+    For ops that are themselves second derivatives: right to any order, at the speed of plain PyTorch.
+    """
+
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.save_for_backward(*(a for a in inputs if isinstance(a, Tensor)))
+        ctx.others = [None if isinstance(a, Tensor) else (a,) for a in inputs]
+        ctx.set_materialize_grads(False)
+
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        saved = iter(ctx.saved_tensors)
+        inputs = [next(saved) if other is None else other[0] for other in ctx.others]
+        wanted = [i for i, needed in enumerate(ctx.needs_input_grad) if needed]
+        given = [i for i, g in enumerate(grads) if g is not None]
+        if not wanted or not given:
+            return (None,) * len(inputs)
+
+        def outputs(*primals: Tensor) -> tuple[Tensor, ...]:
+            args = list(inputs)
+            for i, primal in zip(wanted, primals, strict=True):
+                args[i] = primal
+            result = reference(*args)
+            result = (result,) if isinstance(result, Tensor) else result
+            return tuple(result[i] for i in given)
+
+        _, vjp = torch.func.vjp(outputs, *(inputs[i] for i in wanted))
+        found = dict(zip(wanted, vjp(tuple(grads[i] for i in given)), strict=True))
+        return tuple(found.get(i) for i in range(len(inputs)))
+
+    return setup_context, backward
+
+
+def _triton_or_reference(room: str, name: str, reference: Callable[..., Any]) -> Callable[..., Any]:
+    """The GPU implementation of an op. It imports Triton at the first call only."""
+
+    def launch(*args: Any) -> Any:
+        x = next(a for a in args if isinstance(a, Tensor))
+        kernel, _ = _gpu_kernel(room, name, x.dtype)
+        return (kernel or reference)(*args)
+
+    return launch
+
+
+@functools.cache
+def _gpu_kernel(room: str, name: str, dtype: torch.dtype) -> tuple[Callable[..., Any] | None, str]:
+    """The Triton launcher of an op for tensors of ``dtype`` or None, and why."""
+    if not _HAS_TRITON:
+        _log.warning("pixfuse: Triton is not installed, so GPU tensors take the slow reference (pip install triton)")
+        return None, "Triton is not installed"
+    gpu = importlib.import_module(f"{room}.gpu") if importlib.util.find_spec(f"{room}.gpu") else None
+    kernel = getattr(gpu, name, None)
+    if kernel is None:
+        return None, f"there is no Triton kernel for {name}"
+    if dtype not in gpu.DTYPES:
+        return None, f"the Triton kernel takes {', '.join(map(dtype_name, gpu.DTYPES))}, not {dtype_name(dtype)}"
+    return kernel, "Triton kernel"
+
+
+def load_kernels() -> None:
+    """Load the C++ kernels, if this install has them. A library that is there but does not load is an error."""
+    if not _KERNELS.exists():
+        return
+    try:
+        torch.ops.load_library(str(_KERNELS))
+    except OSError as error:
+        raise ImportError(
+            f"pixfuse: {_KERNELS} does not load with torch {torch.__version__} "
+            f"(it needs torch 2.10 or newer): {error}"
+        ) from error
+
+
+class Backend(str):
+    """The name of an implementation, ``"cpu"``, ``"triton"`` or ``"reference"``, with the reason beside it."""
+
+    reason: str
+
+    def __new__(cls, name: str, reason: str) -> Backend:
+        """A backend called ``name``, taken because of ``reason``."""
+        self = super().__new__(cls, name)
+        self.reason = reason
+        return self
+
+    def __repr__(self) -> str:
+        return f"Backend({str(self)!r}, reason={self.reason!r})"
+
+
+def backend(op: str | Callable[..., Any], x: Tensor) -> Backend:
+    """Which implementation a call of ``op`` on ``x`` takes, and why.
+
+    Args:
+        op: a public function of pixfuse or its name, for example ``"group_norm"``.
+        x: the tensor that would be passed.
+
+    Returns:
+        a string, ``"cpu"`` (C++), ``"triton"`` or ``"reference"`` (plain PyTorch), with the attribute ``reason``.
+
+    Raises:
+        TypeError: x is not a tensor.
+        ValueError: pixfuse has no such op.
+
+    Example:
+        >>> import torch, pixfuse
+        >>> pixfuse.backend("bias_act", torch.zeros(1, 8, 4, 4)) in ("cpu", "reference")
+        True
+    """
+    if not isinstance(x, Tensor):
+        raise TypeError(f"backend: x must be a tensor, got {type(x).__name__}")
+    name = op if isinstance(op, str) else getattr(op, "__name__", repr(op))
+    if name not in OPS:
+        raise ValueError(f"backend: op must be one of {', '.join(sorted(OPS))}, got {name!r}")
+    kind = x.device.type
+    if kind == "cpu":
+        if torch._C._dispatch_has_kernel_for_dispatch_key(f"pixfuse::{name}", "CPU"):
+            return Backend("cpu", f"C++ kernel from {_KERNELS.name}")
+        if _KERNELS.exists():
+            return Backend("reference", f"{_KERNELS.name} has no kernel for {name}")
+        return Backend("reference", f"this install was built without the CPU kernels ({_KERNELS} is missing)")
+    if kind not in ("cuda", "xpu"):
+        return Backend("reference", f"pixfuse has no kernels for device type {kind}")
+    kernel, reason = _gpu_kernel(OPS[name].room, name, x.dtype)
+    return Backend("triton" if kernel else "reference", reason)

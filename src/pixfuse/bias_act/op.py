@@ -1,0 +1,238 @@
+"""The public function ``bias_act`` and the three operators behind it: value, first and second derivative."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from .._shared import checks
+from .._shared.batching import outputs, to_front
+from .._shared.layout import compute_dtype, dense_strides, empty, is_channels_last
+from .._shared.library import define_op, differentiate
+from .._shared.sharding import by_batch
+from . import reference
+from .reference import ACTIVATIONS
+
+_NAMES = tuple(a.name for a in ACTIVATIONS)
+_SIGN_IS_ENOUGH = tuple(_NAMES.index(name) for name in ("linear", "relu", "lrelu"))
+_LINEAR = _NAMES.index("linear")
+
+
+def bias_act(
+    x: Tensor,
+    b: Tensor | None = None,
+    dim: int = 1,
+    act: str = "linear",
+    alpha: float | None = None,
+    gain: float | None = None,
+    clamp: float | None = None,
+) -> Tensor:
+    """Add a bias, apply an activation, scale and clamp, in one pass over memory.
+
+    1. ``t = x + b``, the bias along axis ``dim``
+    2. ``v = gain * act(t)``
+    3. ``y = min(max(v, -clamp), clamp)``
+
+    All three are computed in float32 (float64 for float64) and rounded once.
+
+    Args:
+        x: floating tensor of any shape, layout and rank.
+        b: bias of shape ``[x.shape[dim]]`` and any floating dtype, or None. Its gradient has its dtype.
+        dim: the axis of the bias, ``0 <= dim < x.dim()``; not used without ``b``.
+        act: linear, relu, lrelu, tanh, sigmoid, elu, selu, softplus or swish.
+        alpha: slope of lrelu below zero, default 0.2; the other activations ignore it.
+        gain: scale after the activation; the default is sqrt(2) for relu, lrelu and swish, else 1.
+        clamp: largest magnitude of the result, ``>= 0``; None for no limit.
+
+    Returns:
+        a tensor of the shape, dtype and layout of ``x`` (``x`` itself if there is nothing to do).
+
+    Raises:
+        TypeError: an argument is of the wrong kind, or a tensor is not floating.
+        ValueError: a size, range, name or device does not fit.
+
+    Source: Karras et al., "Analyzing and Improving the Image Quality of StyleGAN" (2020), fused bias and activation.
+
+    Example:
+        >>> import torch, pixfuse
+        >>> pixfuse.bias_act(torch.tensor([[-2.0, 2.0]]), torch.zeros(2), act="lrelu", gain=1)
+        tensor([[-0.4000,  2.0000]])
+    """
+    act_index = checks.choice("bias_act", "act", act, _NAMES)
+    _check_tensors("bias_act", x, b, dim)
+    chosen = ACTIVATIONS[act_index]
+    alpha = chosen.def_alpha if alpha is None else checks.real("bias_act", "alpha", alpha)
+    gain = chosen.def_gain if gain is None else checks.real("bias_act", "gain", gain)
+    if clamp is None:
+        limit = -1.0
+    else:
+        limit = checks.real("bias_act", "clamp", clamp)
+        if limit < 0:
+            checks.refuse("bias_act", "clamp", "be None or at least 0", clamp)
+        limit = -1.0 if limit == float("inf") else limit
+    if act_index == _LINEAR and b is None and gain == 1 and limit < 0:
+        return x
+    result: Tensor = _value(x, b, dim, act_index, alpha, gain, limit)
+    return result
+
+
+def _check_tensors(op: str, x: Any, b: Any, dim: Any) -> None:
+    checks.floating(op, "x", x)
+    if b is None:
+        return
+    checks.integer(op, "dim", dim)
+    if not 0 <= dim < x.dim():
+        checks.refuse(op, "dim", f"be from 0 to {x.dim() - 1} (x is {x.dim()}-D)", dim)
+    checks.vector(op, "b", b, x.shape[dim], f"the size of axis {dim} of x")
+    checks.same_device(op, x, b=b)
+
+
+# --- rules of the value ---------------------------------------------------------------------------------------
+
+
+def _value_fake(x: Tensor, b: Tensor | None, dim: int, *rest: Any) -> Tensor:
+    _check_tensors("bias_act", x, b, dim)
+    return empty(x, x.shape, is_channels_last(x))
+
+
+def _value_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, b, dim, act, alpha, gain, clamp = inputs
+    by_sign = act in _SIGN_IS_ENOUGH and gain > 0 and alpha >= 0
+    if not by_sign:
+        ctx.save_for_backward(x, b, None)
+    elif act == _LINEAR and clamp < 0:
+        ctx.save_for_backward(None, None, None)
+    else:
+        ctx.save_for_backward(None, None, output)
+    ctx.scalars = (dim, act, alpha, gain, clamp, is_channels_last(x))
+    ctx.bias_dtype = None if b is None else b.dtype
+
+
+def _value_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    need_dx, need_db = ctx.needs_input_grad[:2]
+    dx, db = _first(dy, *ctx.saved_tensors, *ctx.scalars, need_db)
+    return dx if need_dx else None, db.to(ctx.bias_dtype) if need_db else None, None, None, None, None, None
+
+
+# --- rules of the first derivative ----------------------------------------------------------------------------
+
+
+def _first_fake(
+    dy: Tensor,
+    x: Tensor | None,
+    b: Tensor | None,
+    y: Tensor | None,
+    dim: int,
+    act: int,
+    alpha: float,
+    gain: float,
+    clamp: float,
+    channels_last: bool,
+    need_db: bool,
+) -> tuple[Tensor, Tensor]:
+    size = dy.shape[dim] if need_db else 0
+    return empty(dy, dy.shape, channels_last), dy.new_empty(size, dtype=compute_dtype(dy))
+
+
+def _first_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    dy, x, b, y = inputs[:4]
+    ctx.save_for_backward(dy, x, b, y)
+    ctx.scalars = inputs[4:9]
+    ctx.set_materialize_grads(False)
+
+
+def _first_backward(ctx: Any, ddx: Tensor | None, ddb: Tensor | None) -> tuple[Tensor | None, ...]:
+    dy, x, b, y = ctx.saved_tensors
+    dim, act, alpha, gain, clamp = ctx.scalars
+    v = ddx
+    if ddb is not None and ddb.numel():
+        spread = ddb.to(dy.dtype).reshape([-1 if d == dim else 1 for d in range(dy.dim())])
+        v = spread.expand_as(dy) if v is None else v + spread
+    ddy = dx = db = None
+    if v is not None:
+        if ctx.needs_input_grad[0]:
+            ddy = _first(v, x, b, y, *ctx.scalars, is_channels_last(dy), False)[0]
+        if x is not None and ACTIVATIONS[act].curvature is not None and any(ctx.needs_input_grad[1:3]):
+            dx = _second(v, dy, x, b, *ctx.scalars)
+            if ctx.needs_input_grad[2]:
+                db = dx.sum([d for d in range(dx.dim()) if d != dim], dtype=compute_dtype(dx)).to(b.dtype)
+    return ddy, dx, db, None, None, None, None, None, None, None, None
+
+
+# --- rules of the second derivative ---------------------------------------------------------------------------
+
+
+def _second_fake(v: Tensor, dy: Tensor, x: Tensor, *rest: Any) -> Tensor:
+    return empty(x, x.shape, is_channels_last(x))
+
+
+# --- vmap -----------------------------------------------------------------------------------------------------
+
+
+def _vmap(call: Any, full: tuple[int, ...], bias: int, dim_at: int) -> Any:
+    """The rule that folds the mapped dimension into the bias' axis, where every copy has a bias of its own.
+
+    ``full`` are the positions of the tensors of the shape of x, ``bias`` that of b and ``dim_at`` that of dim.
+    """
+
+    def rule(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
+        size, dim, folded = info.batch_size, args[dim_at], list(args)
+        for i in full:
+            if isinstance(args[i], Tensor):
+                folded[i] = to_front(args[i], in_dims[i], size)
+        if folded[full[0]].dim() == 1:  # scalars: there is no axis to fold into, and no bias
+            return outputs(call(*folded), lambda y: y if y.numel() else y.new_empty(size, 0))
+        for i in full:
+            if isinstance(args[i], Tensor):
+                folded[i] = folded[i].movedim(0, dim).flatten(dim, dim + 1)
+        if isinstance(args[bias], Tensor):
+            folded[bias] = to_front(args[bias], in_dims[bias], size).flatten()
+        shape = (size, folded[full[0]].shape[dim] // size)
+
+        def unfold(y: Tensor) -> Tensor:
+            if y.dim() < folded[full[0]].dim() or y.numel() == 0 and y.dim() == 1:  # a bias' gradient
+                return y.unflatten(0, shape) if y.numel() else y.new_empty(size, 0)
+            return y.unflatten(dim, shape).movedim(dim, 0)
+
+        return outputs(call(*folded), unfold)
+
+    return rule
+
+
+def _sharding(images: tuple[int, ...], results: tuple[str, ...], dim_at: int) -> Any:
+    """Shards of the batch, unless the bias lies along the batch axis."""
+    shard = by_batch(images, results)
+    return lambda *args: shard(*args) if args[dim_at] != 0 else shard(*args)[:1]
+
+
+_value = define_op(
+    "bias_act(Tensor x, Tensor? b, int dim, int act, float alpha, float gain, float clamp) -> Tensor",
+    reference=reference.bias_act,
+    fake=_value_fake,
+    setup_context=_value_setup,
+    backward=_value_backward,
+    vmap=_vmap(lambda *args: _value(*args), full=(0,), bias=1, dim_at=2),
+    sharding=_sharding(images=(0,), results=("image",), dim_at=2),
+)
+_first = define_op(
+    "bias_act_backward(Tensor dy, Tensor? x, Tensor? b, Tensor? y, int dim, int act, float alpha, float gain, "
+    "float clamp, bool channels_last, bool need_db) -> (Tensor, Tensor)",
+    reference=reference.bias_act_backward,
+    fake=_first_fake,
+    setup_context=_first_setup,
+    backward=_first_backward,
+    vmap=_vmap(lambda *args: _first(*args), full=(0, 1, 3), bias=2, dim_at=4),
+    sharding=_sharding(images=(0, 1, 3), results=("image", "sum"), dim_at=4),
+)
+_second_setup, _second_backward = differentiate(reference.bias_act_second)
+_second = define_op(
+    "bias_act_second(Tensor v, Tensor dy, Tensor x, Tensor? b, int dim, int act, float alpha, float gain, "
+    "float clamp) -> Tensor",
+    reference=reference.bias_act_second,
+    fake=_second_fake,
+    setup_context=_second_setup,
+    backward=_second_backward,
+    vmap=_vmap(lambda *args: _second(*args), full=(0, 1, 2), bias=3, dim_at=4),
+    sharding=_sharding(images=(0, 1, 2), results=("image",), dim_at=4),
+)
