@@ -1,0 +1,1 @@
+"""The command ``pixfuse``. Nothing else in the package imports it."""
