@@ -1,0 +1,85 @@
+"""Launching Triton kernels: on the tensors' own device and stream, with little Python per call.
+
+A room's op function looks up a :class:`Launch` by everything that decides it (``functools.lru_cache`` on shapes,
+strides, dtype and scalars), allocates the result and calls the launch with the tensors. Kernels take their pointers
+first, then run-time scalars, then constexprs. Grids are one-dimensional (at most 2^31 - 1 programs).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.runtime import JITFunction, driver
+
+ALIGNMENT = 16  # bytes; what Triton asks of a pointer before it loads and stores 16 bytes at once
+
+
+class Launch:
+    """One kernel with its grid and every argument but the tensors.
+
+    The first call on a device goes through Triton's own launcher, which compiles; later ones go straight to the
+    compiled kernel. A call with a tensor that is not 16-byte aligned always takes Triton's launcher.
+    """
+
+    __slots__ = ("_compiled", "arguments", "kernel", "options", "programs")
+
+    def __init__(
+        self,
+        kernel: Any,
+        programs: int,
+        scalars: Sequence[int | float],
+        constants: Sequence[Any],
+        num_warps: int = 4,
+        num_stages: int = 2,
+    ) -> None:
+        """Fix a launch.
+
+        Args:
+            kernel: a ``triton.jit`` function ``(pointers..., scalars..., constexprs...)``.
+            programs: the size of the grid; 0 launches nothing.
+            scalars: the run-time scalars, in the kernel's order.
+            constants: the constexprs, in the kernel's order.
+            num_warps: warps per program.
+            num_stages: depth of the software pipeline.
+        """
+        self.kernel = kernel
+        self.programs = programs
+        self.arguments = (*scalars, *constants)
+        self.options = {"num_warps": num_warps, "num_stages": num_stages}
+        self._compiled: dict[int, Callable[..., None]] = {}
+
+    def __call__(self, *tensors: Tensor | None) -> None:
+        """Launch on ``tensors`` (the first is not None); None stands for an absent pointer."""
+        if self.programs == 0:
+            return
+        if not isinstance(self.kernel, JITFunction):  # the interpreter
+            self._first(tensors)
+            return
+        device = tensors[0].get_device()  # type: ignore[union-attr]
+        if device == driver.active.get_current_device():
+            self._launch(device, tensors)
+        else:
+            with torch.get_device_module(tensors[0].device).device(device):  # type: ignore[union-attr]
+                self._launch(device, tensors)
+
+    def _launch(self, device: int, tensors: tuple[Tensor | None, ...]) -> None:
+        pointers = [None if t is None else t.data_ptr() for t in tensors]
+        aligned = all(p is None or p % ALIGNMENT == 0 for p in pointers)
+        compiled = self._compiled.get(device) if aligned else None
+        if compiled is not None:
+            compiled(*pointers, *self.arguments)
+            return
+        kernel = self._first(tensors)
+        if aligned and kernel is not None:
+            self._compiled[device] = kernel[(self.programs, 1, 1)]
+
+    def _first(self, tensors: tuple[Tensor | None, ...]) -> Any:
+        return self.kernel[(self.programs, 1, 1)](*tensors, *self.arguments, **self.options)
+
+
+def power_of_2(n: int) -> int:
+    """The smallest power of 2 that is at least ``n``."""
+    return 1 << max(n - 1, 0).bit_length()
