@@ -2,9 +2,10 @@
 
 from ._shared.library import backend, load_kernels
 from .bias_act import bias_act
+from .upsample import interpolate, upsample_nearest
 
 __version__ = "0.1.0"
-__all__ = ["backend", "bias_act"]
+__all__ = ["backend", "bias_act", "interpolate", "upsample_nearest"]
 
 load_kernels()
 del load_kernels
