@@ -1,4 +1,4 @@
-"""The public functions ``upsample_nearest`` and ``interpolate`` and their four operators: each map and its transpose."""
+"""The public functions ``upsample_nearest`` and ``interpolate``, and four operators: both maps and their transposes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from .._shared import checks
 from .._shared.batching import into_batch
 from .._shared.layout import empty, is_channels_last, to_layout
-from .._shared.library import define_op
+from .._shared.library import Op, define_op
 from .._shared.sharding import by_batch
 from . import reference
 from .taps import AREA, CUBIC, LANCZOS, LINEAR, NEAREST, NEAREST_EXACT
@@ -116,7 +116,9 @@ def interpolate(
     code, ranks = _MODES[mode]
     _check_image(op, x)
     if x.dim() not in ranks:
-        checks.refuse(op, "x", f"be {ranks[0]}-D for mode {mode!r}", checks.words(f"{x.dim()}-D of shape {list(x.shape)}"))
+        checks.refuse(
+            op, "x", f"be {ranks[0]}-D for mode {mode!r}", checks.words(f"{x.dim()}-D of shape {list(x.shape)}")
+        )
     checks.flag(op, "antialias", antialias)
     if align_corners is not None:
         checks.flag(op, "align_corners", align_corners)
@@ -134,7 +136,9 @@ def interpolate(
         sizes = [checks.integer(op, "size", s) for s in _per_axis(op, "size", size, len(spatial))]
         factors = [0.0] * len(sizes)
     else:
-        factors = [checks.real(op, "scale_factor", s) for s in _per_axis(op, "scale_factor", scale_factor, len(spatial))]
+        factors = [
+            checks.real(op, "scale_factor", s) for s in _per_axis(op, "scale_factor", scale_factor, len(spatial))
+        ]
         for factor in factors:
             if not 0 < factor < float("inf"):
                 checks.refuse(op, "scale_factor", "be positive and finite", factor)
@@ -192,7 +196,7 @@ def _check_interpolation(
         checks.refuse(op, "mode", f"be from 0 to {LANCZOS}", mode)
     if x.dtype in _INTEGERS and x.dtype != torch.uint8 and mode not in _COPIES:
         checks.refuse(op, "x", "be floating or uint8 for modes other than nearest and nearest-exact", x, TypeError)
-    if antialias and mode not in (LINEAR, CUBIC, LANCZOS) or antialias and x.dim() != 4:
+    if antialias and (mode not in (LINEAR, CUBIC, LANCZOS) or x.dim() != 4):
         checks.refuse(op, "antialias", "be False for modes other than bilinear, bicubic and lanczos", antialias)
     if mode == LANCZOS and not antialias:
         checks.refuse(op, "antialias", "be True for mode 'lanczos'", antialias)
@@ -259,7 +263,7 @@ def _interpolate_backward_gradient(ctx: Any, ddx: Tensor) -> tuple[Tensor | None
     return ddy, None, None, None, None, None
 
 
-_nearest = define_op(
+_nearest: Op = define_op(
     "upsample_nearest(Tensor x, int[] scale, float gain) -> Tensor",
     reference=reference.upsample_nearest,
     fake=_nearest_fake,
@@ -268,7 +272,7 @@ _nearest = define_op(
     vmap=into_batch(lambda *args: _nearest(*args), tensors=(0,)),
     sharding=by_batch((0,), ("image",)),
 )
-_nearest_backward = define_op(
+_nearest_backward: Op = define_op(
     "upsample_nearest_backward(Tensor dy, int[] scale, float gain) -> Tensor",
     reference=reference.upsample_nearest_backward,
     fake=_nearest_backward_fake,
@@ -277,7 +281,7 @@ _nearest_backward = define_op(
     vmap=into_batch(lambda *args: _nearest_backward(*args), tensors=(0,)),
     sharding=by_batch((0,), ("image",)),
 )
-_interpolate = define_op(
+_interpolate: Op = define_op(
     "interpolate(Tensor x, SymInt[] size, int mode, bool align_corners, bool antialias, float[] scale) -> Tensor",
     reference=reference.interpolate,
     fake=_interpolate_fake,
@@ -286,7 +290,7 @@ _interpolate = define_op(
     vmap=into_batch(lambda *args: _interpolate(*args), tensors=(0,)),
     sharding=by_batch((0,), ("image",)),
 )
-_interpolate_backward = define_op(
+_interpolate_backward: Op = define_op(
     "interpolate_backward(Tensor dy, SymInt[] size, int mode, bool align_corners, bool antialias, float[] scale) "
     "-> Tensor",
     reference=reference.interpolate_backward,

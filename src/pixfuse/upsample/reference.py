@@ -63,7 +63,7 @@ def _gather(x: Tensor, dim: int, table: Taps) -> Tensor:
     along = [-1 if d == dim else 1 for d in range(x.dim())]
     y: Tensor | None = None
     for k in range(table.weights.shape[1]):
-        used = table.count > k
+        used = table.start + k < table.stop
         taken = (table.start + k * used).clip(max=x.shape[dim] - 1)
         part = x.index_select(dim, torch.from_numpy(taken).to(x.device))
         if not (table.weights[:, k] == 1).all():

@@ -1,13 +1,14 @@
 """Which input samples make an output sample, and with what weights: the one rule of every resize.
 
-A resize is a linear map along each axis in turn. Output sample ``o`` is the sum over ``k < count[o]`` of
-``weights[o, k] * x[start[o] + k]``. Starts and ends never decrease with ``o``, so the transposed map, the
+A resize is a linear map along each axis in turn. Output sample ``o`` is the sum over ``k < stop[o] - start[o]`` of
+``weights[o, k] * x[start[o] + k]``. Starts and stops never decrease with ``o``, so the transposed map, the
 gradient's, is a table of the same kind: forward and backward read one rule and both only gather.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -19,28 +20,28 @@ _SNAP = 1 + 2.0**-50
 
 
 class Taps(NamedTuple):
-    """The map along one axis. All arrays are read-only; weights past an output's count are zero."""
+    """The map along one axis. The arrays are read-only; weights past an output's stop are zero."""
 
     start: np.ndarray  # int64 [out]
-    count: np.ndarray  # int64 [out]
-    weights: np.ndarray  # float64 [out, max(count)]
+    stop: np.ndarray  # int64 [out]
+    weights: np.ndarray  # float64 [out, max(stop - start)]
 
     def transposed(self, in_size: int) -> Taps:
-        """The map from the outputs back to the ``in_size`` inputs with the same weights."""
+        """The map from the outputs back to the ``in_size`` inputs, with the same weights."""
         i = np.arange(in_size)
-        start = np.searchsorted(self.start + self.count, i, side="right")
-        count = np.maximum(np.searchsorted(self.start, i, side="right") - start, 0)
-        k = np.arange(max(int(count.max()), 1))
-        o = np.minimum(start[:, None] + k, len(self.start) - 1)
-        inside = k < count[:, None]
-        weights = np.where(inside, self.weights[o, np.where(inside, i[:, None] - self.start[o], 0)], 0.0)
-        return Taps(np.minimum(start, len(self.start) - 1), count, weights)
+        start, stop = np.searchsorted(self.stop, i, side="right"), np.searchsorted(self.start, i, side="right")
+        stop = np.maximum(start, stop)  # equal for an input that no output uses
+
+        def weight(o: np.ndarray) -> np.ndarray:
+            o = np.minimum(o, len(self.start) - 1)
+            k = np.clip(i[:, None] - self.start[o], 0, self.weights.shape[1] - 1)
+            return self.weights[o, k]
+
+        return _table(start, stop, weight)
 
 
 @functools.lru_cache(maxsize=256)
-def taps(
-    in_size: int, out_size: int, scale: float, mode: int, align_corners: bool, antialias: bool
-) -> Taps | None:
+def taps(in_size: int, out_size: int, scale: float, mode: int, align_corners: bool, antialias: bool) -> Taps | None:
     """The map of an axis from ``in_size`` to ``out_size`` samples; None where it is the identity.
 
     An axis whose size does not change is copied, whatever the scale. Otherwise the source step is, in float64,
@@ -81,7 +82,7 @@ def taps(
     reach = np.clip(first[:, None] + np.arange(len(around)), 0, in_size - 1)
     start, stop = reach[:, 0], reach[:, -1] + 1
     # Samples beyond the border fall on the outermost one, which gets the sum of their weights.
-    return _table(start, stop, lambda j: sum((j == reach[:, k : k + 1]) * w for k, w in enumerate(around)))
+    return _table(start, stop, lambda j: sum(w * (j == reach[:, k : k + 1]) for k, w in enumerate(around)))
 
 
 def _antialiased(in_size: int, center: np.ndarray, stretch: float, mode: int) -> Taps:
@@ -91,16 +92,17 @@ def _antialiased(in_size: int, center: np.ndarray, stretch: float, mode: int) ->
     return _table(start, stop, lambda j: kernel(np.abs((j - center[:, None] + 0.5) / stretch)), normalise=True)
 
 
-def _table(start: np.ndarray, stop: np.ndarray, weight: object, normalise: bool = False) -> Taps:
-    """The table of the inputs from ``start`` up to ``stop``; ``weight`` takes input numbers ``[out, k]``."""
-    count = stop - start
-    j = start[:, None] + np.arange(int(count.max()))
-    weights = np.where(j < stop[:, None], weight(j), 0.0)  # type: ignore[operator]
+def _table(
+    start: np.ndarray, stop: np.ndarray, weight: Callable[[np.ndarray], np.ndarray], normalise: bool = False
+) -> Taps:
+    """The table of the samples from ``start`` up to ``stop``; ``weight`` takes sample numbers ``[out, k]``."""
+    j = start[:, None] + np.arange(max(int((stop - start).max()), 1))
+    weights = np.where(j < stop[:, None], weight(j), 0.0)
     if normalise:
         weights /= weights.sum(1, keepdims=True)
-    for array in (start, count, weights):
+    for array in (start, stop, weights):
         array.flags.writeable = False
-    return Taps(start, count, weights)
+    return Taps(start, stop, weights)
 
 
 def _cubic(d: np.ndarray, a: float = -0.75) -> np.ndarray:
