@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .._shared import checks
 from .._shared.batching import outputs, to_front
-from .._shared.layout import compute_dtype, dense_strides, empty, is_channels_last
+from .._shared.layout import compute_dtype, empty, is_channels_last
 from .._shared.library import define_op, differentiate
 from .._shared.sharding import by_batch
 from . import reference
@@ -144,7 +144,7 @@ def _first_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 def _first_backward(ctx: Any, ddx: Tensor | None, ddb: Tensor | None) -> tuple[Tensor | None, ...]:
     dy, x, b, y = ctx.saved_tensors
-    dim, act, alpha, gain, clamp = ctx.scalars
+    dim, act = ctx.scalars[:2]
     v = ddx
     if ddb is not None and ddb.numel():
         spread = ddb.to(dy.dtype).reshape([-1 if d == dim else 1 for d in range(dy.dim())])
@@ -191,7 +191,7 @@ def _vmap(call: Any, full: tuple[int, ...], bias: int, dim_at: int) -> Any:
         shape = (size, folded[full[0]].shape[dim] // size)
 
         def unfold(y: Tensor) -> Tensor:
-            if y.dim() < folded[full[0]].dim() or y.numel() == 0 and y.dim() == 1:  # a bias' gradient
+            if y.dim() < folded[full[0]].dim() or (y.numel() == 0 and y.dim() == 1):  # a bias' gradient
                 return y.unflatten(0, shape) if y.numel() else y.new_empty(size, 0)
             return y.unflatten(dim, shape).movedim(dim, 0)
 

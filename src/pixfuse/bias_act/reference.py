@@ -34,7 +34,6 @@ class Activation:
     def_gain: float
 
 
-
 def _elu_slope(t: Tensor, alpha: float) -> Tensor:
     return torch.where(t > 0, torch.ones_like(t), t.clamp(max=0).exp())
 
@@ -63,7 +62,7 @@ ACTIVATIONS = (
     Activation(
         "lrelu",
         lambda t, a: torch.where(t > 0, t, t * a),
-        lambda t, a: torch.where(t > 0, 1.0, a).to(t.dtype),
+        lambda t, a: torch.where(t > 0, torch.ones_like(t), a),
         None,
         0.2,
         math.sqrt(2),
