@@ -211,8 +211,6 @@ _first = define_op(
     fake=_first_fake,
     setup_context=_first_setup,
     backward=_first_backward,
-    vmap=_vmap(
-        lambda *args: _first(*args), images=(0, 1, 2, 3), parameters=(4, 5), groups_at=6, sums=slice(10, 12)
-    ),
+    vmap=_vmap(lambda *args: _first(*args), images=(0, 1, 2, 3), parameters=(4, 5), groups_at=6, sums=slice(10, 12)),
     sharding=by_batch(images=(0, 1, 2, 3), results=("image", "sum", "sum")),
 )

@@ -67,10 +67,9 @@ def group_norm_backward(
     for its value only (it knows eps). ``bias`` matters for SiLU only.
     """
     dtype, channels_last = compute_dtype(x), is_channels_last(x)
-    nothing = dy.new_empty(0)
     if x.shape[1] == 0:
-        none = nothing.to(dtype)
-        return to_layout(dy + 0, channels_last) if need_dx else nothing, none, none.clone()
+        dx = to_layout(dy + 0, channels_last) if need_dx else dy.new_empty(0)
+        return dx, dy.new_empty(0, dtype=dtype), dy.new_empty(0, dtype=dtype)
     rstd = rstd.detach().unsqueeze(-1)
     centred, _, _, scale = _centre(x, num_groups, 1 / rstd)
     variance = centred.square().mean(-1, keepdim=True)
@@ -83,10 +82,10 @@ def group_norm_backward(
         s = z.sigmoid()
         g = g * (s * (1 + z * (1 - s)))
     axes = [d for d in range(x.dim()) if d != 1]
-    dweight = (g * xhat).sum(axes) if need_dweight else nothing.to(dtype)
-    dbias = g.sum(axes) if need_dbias else nothing.to(dtype)
+    dweight = (g * xhat).sum(axes) if need_dweight else g.new_empty(0)
+    dbias = g.sum(axes) if need_dbias else g.new_empty(0)
     if not need_dx:
-        return nothing, dweight, dbias
+        return dy.new_empty(0), dweight, dbias
     g, xhat = _affine(g, weight, None).reshape(centred.shape), xhat.reshape(centred.shape)
     dx = g - g.mean(-1, keepdim=True) - xhat * (g * xhat).mean(-1, keepdim=True)
     dx = (scaled_rstd * scale * dx).reshape(x.shape)
@@ -94,16 +93,17 @@ def group_norm_backward(
 
 
 def _centre(x: Tensor, num_groups: int, floor: Tensor | float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """``scale * (x - mean)``, the first elements, ``scale * (mean - first)`` and ``scale``, as ``[N, groups, size or 1]``.
+    """``scale * (x - mean)``, the first elements, ``scale * (mean - first)`` and ``scale``.
 
-    ``floor`` is a lower bound of the denominator of the normalisation.
+    They are ``[N, num_groups, size of a group or 1]``. ``floor`` is a lower bound of the normalisation's denominator.
     """
     t = x.to(compute_dtype(x)).reshape(x.shape[0], num_groups, x.shape[1:].numel() // num_groups)
     first = t[..., :1].detach()
     t = t - first
     size = t.detach().abs().amax(-1, keepdim=True).clamp(min=floor)
     extreme = size.isfinite() & (size > 0) & ((size > _UNSCALED) | (size < 1 / _UNSCALED))
-    scale = torch.where(extreme, size.log2().floor().neg().clamp(-120, 120).exp2(), torch.ones_like(size))
+    limit = 120 if t.dtype == torch.float32 else 1000
+    scale = torch.where(extreme, size.log2().floor().neg().clamp(-limit, limit).exp2(), torch.ones_like(size))
     t = t * scale
     mean = t.mean(-1, keepdim=True)
     t = t - mean

@@ -33,9 +33,12 @@ def test_battery(check: Any, case: Any) -> None:
 
 
 def truth(x: Tensor, groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5, act: Any = None) -> Tensor:
-    """PyTorch's own function on float64."""
-    weight, bias = (None if p is None else p.double() for p in (weight, bias))
-    y = F.group_norm(x.double().contiguous(), groups, weight, bias, eps)
+    """The formula in float64."""
+    t = x.double().reshape(x.shape[0], groups, -1)
+    variance, mean = torch.var_mean(t, -1, correction=0, keepdim=True)
+    y = ((t - mean) / (variance + eps).sqrt()).reshape(x.shape).movedim(1, -1)
+    y = y if weight is None else y * weight.double()
+    y = (y if bias is None else y + bias.double()).movedim(-1, 1)
     return F.silu(y) if act == "silu" else y
 
 
@@ -56,10 +59,17 @@ def gradients(
 
 @pytest.mark.parametrize("act", [None, "silu"])
 @pytest.mark.parametrize("mean", [500.0, -1e4])
-@pytest.mark.parametrize("shape", [(2, 16, 40, 40), (2, 16, 400), (1, 8, 70, 70), (2, 4, 3, 5), (3, 64), (2, 128, 9, 9)])
+@pytest.mark.parametrize(
+    "shape", [(2, 16, 40, 40), (2, 16, 400), (1, 8, 70, 70), (2, 4, 3, 5), (3, 64), (2, 128, 9, 9)]
+)
 def test_large_mean(shape: tuple[int, ...], mean: float, act: str | None) -> None:
     """Field case 4: the variance survives a mean of 500 and of 10,000 deviations, and so do the gradients."""
-    x, weight, bias, dy = normal(*shape) + mean, normal(shape[1], seed=1), normal(shape[1], seed=2), normal(*shape, seed=3)
+    x, weight, bias, dy = (
+        normal(*shape) + mean,
+        normal(shape[1], seed=1),
+        normal(shape[1], seed=2),
+        normal(*shape, seed=3),
+    )
     expected = gradients(x.double(), 4, weight.double(), bias.double(), dy, truth, act=act)
     for channels_last in {False, len(shape) > 2}:
         got = gradients(to_layout(x, channels_last), 4, weight, bias, dy, act=act)
@@ -141,8 +151,8 @@ def test_one_element_groups() -> None:
     bias = normal(5, seed=1)
     y = pixfuse.group_norm(x, 5, None, bias)
     assert torch.equal(y, bias.reshape(1, 5, 1, 1).expand(y.shape))
-    y.sum().backward()
-    assert not x.grad.any()
+    (dx,) = torch.autograd.grad(y.sum(), x)
+    assert not dx.any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -210,7 +220,9 @@ def test_any_strides() -> None:
     expected = pixfuse.group_norm(x, 5, act="silu")
     for order in itertools.permutations(range(4)):
         back = [order.index(d) for d in range(4)]
-        torch.testing.assert_close(pixfuse.group_norm(x.permute(order).contiguous().permute(back), 5, act="silu"), expected)
+        torch.testing.assert_close(
+            pixfuse.group_norm(x.permute(order).contiguous().permute(back), 5, act="silu"), expected
+        )
     base = normal(2, 15, 7, 18)
     before = base.clone()
     view = base[:, ::3, :, 1::2]
@@ -258,7 +270,9 @@ def test_exactly_the_gradients_asked(shape: tuple[int, ...], channels_last: bool
     x, weight, bias, dy = normal(*shape), normal(8, seed=1), normal(8, seed=2), normal(*shape, seed=3)
     full = gradients(to_layout(x, channels_last), 2, weight, bias, dy, act="silu")[1:]
     for mask in itertools.product((False, True), repeat=3):
-        leaves = [t.detach().requires_grad_(m) for t, m in zip((to_layout(x, channels_last), weight, bias), mask, strict=True)]
+        leaves = [
+            t.detach().requires_grad_(m) for t, m in zip((to_layout(x, channels_last), weight, bias), mask, strict=True)
+        ]
         y = pixfuse.group_norm(leaves[0], 2, leaves[1], leaves[2], act="silu")
         assert y.requires_grad == any(mask)
         if any(mask):
@@ -337,7 +351,9 @@ def test_any_shape(
     x = as_channels_last(x) if channels_last else x
     weight, bias = (normal(channels, seed=2 + i) if given else None for i, given in enumerate(affine))
     leaves = [t.detach().requires_grad_() for t in (x, weight, bias) if t is not None]
-    named = dict(zip([n for n, t in (("x", x), ("weight", weight), ("bias", bias)) if t is not None], leaves, strict=True))
+    named = dict(
+        zip([n for n, t in (("x", x), ("weight", weight), ("bias", bias)) if t is not None], leaves, strict=True)
+    )
     y = pixfuse.group_norm(num_groups=groups, eps=eps, act=act, **named)
     found = [y, *torch.autograd.grad(y, leaves, dy)]
     exact = {k: t.detach().double().requires_grad_() for k, t in named.items()}
@@ -356,6 +372,8 @@ def test_no_elements() -> None:
         y = pixfuse.group_norm(x, 3, weight, act="silu")
         assert y.shape == shape
         y.sum().backward()
+        assert x.grad is not None
+        assert weight.grad is not None
         assert x.grad.shape == shape
         assert weight.grad.shape == weight.shape
         assert not weight.grad.any()
@@ -395,7 +413,7 @@ def test_round_before_act_gradient() -> None:
 # --- refusals -------------------------------------------------------------------------------------------------
 
 X = torch.zeros(2, 6, 4, 4)
-REFUSED = [
+REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"x": [1.0]}, TypeError, "group_norm: x must be a tensor, got list"),
     ({"x": X.int()}, TypeError, "x must be float64, float32, bfloat16 or float16, got int32 of"),
     ({"x": X.to(torch.complex64)}, TypeError, "x must be float64"),
