@@ -22,7 +22,7 @@ def into_batch(call: Callable[..., Any], tensors: Sequence[int]) -> Rule:
     """
 
     def rule(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
-        if any(d is not None for i, d in enumerate(in_dims) if i not in tensors):
+        if any(d is not None and isinstance(args[i], Tensor) for i, d in enumerate(in_dims) if i not in tensors):
             return one_by_one(call)(info, in_dims, *args)
         size = info.batch_size
         folded = [

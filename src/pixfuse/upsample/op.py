@@ -144,7 +144,7 @@ def interpolate(
                 checks.refuse(op, "scale_factor", "be positive and finite", factor)
         sizes = [torch.sym_int(n * factor) for n, factor in zip(spatial, factors, strict=True)]
         for n, out, factor in zip(spatial, sizes, factors, strict=True):
-            if out < 1:
+            if out < 1 <= n:
                 checks.refuse(op, "scale_factor", f"give at least one sample from an axis of {n}", factor)
         if recompute_scale_factor or align_corners or code == AREA:
             factors = [0.0] * len(sizes)
@@ -178,7 +178,7 @@ def _per_axis(op: str, argument: str, value: Any, axes: int) -> Sequence[Any]:
 
 
 def _check_scale(op: str, axes: int, scale: Any) -> list[int]:
-    return [checks.integer(op, "scale", s, 1) for s in _per_axis(op, "scale", scale, axes)]
+    return [int(checks.integer(op, "scale", s, 1)) for s in _per_axis(op, "scale", scale, axes)]
 
 
 def _check_gain(op: str, x: Tensor, gain: float) -> None:

@@ -27,7 +27,7 @@ MODES = {  # by rank
     5: ("nearest", "nearest-exact", "area", "trilinear"),
 }
 SMOOTH = ("linear", "bilinear", "bicubic", "trilinear")
-ALL_2D = [  # every way to resize a 4-D image
+ALL_2D: list[dict[str, Any]] = [  # every way to resize a 4-D image
     *({"mode": m} for m in ("nearest", "nearest-exact", "area")),
     *({"mode": m, "align_corners": a} for m in ("bilinear", "bicubic") for a in (False, True)),
     *({"mode": m, "antialias": True} for m in ("bilinear", "bicubic", "lanczos")),
@@ -81,8 +81,8 @@ def resizes(draw: Any) -> tuple[list[int], dict[str, Any]]:
 def faults_of_torch(spatial: list[int], size: list[int], params: dict[str, Any]) -> set[str]:
     """What PyTorch 2.13 is known to get wrong of this call: its ``"value"``, its ``"gradient"``, or nothing."""
     faults: set[str] = set()
-    factors = params.get("scale_factor")
-    scaled = factors is not None and not params["recompute_scale_factor"] and params["mode"] != "area"
+    factors = params.get("scale_factor", [])
+    scaled = bool(factors) and not params["recompute_scale_factor"] and params["mode"] != "area"
     if params["antialias"] and size[-1] == 1:
         faults |= {"value"}  # reads a one-column image in the other layout
     if params["mode"].startswith("nearest"):
@@ -94,7 +94,7 @@ def faults_of_torch(spatial: list[int], size: list[int], params: dict[str, Any])
     return faults
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(resize=resizes(), seed=st.integers(0, 9))
 def test_agrees_with_torch(resize: tuple[list[int], dict[str, Any]], seed: int) -> None:
     spatial, params = resize
@@ -123,10 +123,10 @@ def test_agrees_with_pillow(filter: str, size: tuple[int, int]) -> None:
     theirs = torch.from_numpy(np.array(Image.fromarray(picture).resize(size[::-1], resample)))
     ours = pixfuse.interpolate(torch.from_numpy(picture)[None, None], size=size, mode=filter, antialias=True)[0, 0]
     torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-6)
-    pixels = (picture * 255).astype(np.uint8)
+    pixels = (picture * 128 + 64).astype(np.uint8)  # far from the ends: Pillow saturates between its two passes
     theirs = torch.from_numpy(np.array(Image.fromarray(pixels).resize(size[::-1], resample)))
     ours = pixfuse.interpolate(torch.from_numpy(pixels)[None, None], size=size, mode=filter, antialias=True)[0, 0]
-    assert (ours.int() - theirs.int()).abs().max() <= 1  # Pillow rounds between its two passes
+    assert (ours.int() - theirs.int()).abs().max() <= 1  # and rounds there
 
 
 @settings(max_examples=200, deadline=None)
@@ -288,6 +288,7 @@ def test_gradient_of_every_element(params: dict[str, Any], shape: tuple[int, ...
         torch.testing.assert_close(dx.double(), expected, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # inductor's own, at its import
 @pytest.mark.parametrize("scale", [1.2, 1.45, 1.7, 2.6])
 @pytest.mark.parametrize(
     "backend",
@@ -363,8 +364,11 @@ def test_gradients_are_deterministic(params: dict[str, Any]) -> None:
         assert torch.equal(run, runs[0])
 
 
-@pytest.mark.parametrize("params", ALL_2D, ids=IDS)
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize(
+    ("params", "compiled"),
+    [*((p, False) for p in ALL_2D), *((p, True) for p in ALL_2D[::4])],
+    ids=[*IDS, *(f"compiled-{i}" for i in IDS[::4])],
+)
 def test_empty_images(params: dict[str, Any], compiled: bool) -> None:
     """Field case 25."""
     torch._dynamo.reset()
@@ -404,10 +408,10 @@ def test_infinite_and_missing_values_stay_local() -> None:
     x = torch.zeros(1, 1, 8, 8)
     x[0, 0, 4, 4] = math.inf
     x[0, 0, 1, 1] = math.nan
-    for params in ({"mode": "nearest"}, {"mode": "bilinear"}, {"mode": "area"}):
+    for mode in ("nearest", "bilinear", "area"):
         for layout in (x, as_channels_last(x.expand(1, 2, 8, 8))):
-            y = pixfuse.interpolate(layout, scale_factor=2, **params)
-            stock = F.interpolate(layout, scale_factor=2, **params)
+            y = pixfuse.interpolate(layout, scale_factor=2, mode=mode)
+            stock = F.interpolate(layout, scale_factor=2, mode=mode)
             assert torch.equal(y.isnan(), stock.isnan())
             assert torch.equal(y.isinf(), stock.isinf())
 
