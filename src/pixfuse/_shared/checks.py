@@ -6,9 +6,7 @@ or pairing. Everything is checked before any work is done, by the public functio
 
 from __future__ import annotations
 
-import math
 import numbers
-import operator
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -95,9 +93,14 @@ def vector(op: str, argument: str, value: Any, length: Any, meaning: str) -> Non
 
 def integer(op: str, argument: str, value: Any, minimum: int | None = None) -> Any:
     """``value`` as an int (numpy integers too; bools are refused), at least ``minimum``."""
-    if isinstance(value, (bool, Tensor)) or not hasattr(value, "__index__"):
+    if isinstance(value, bool):
         refuse(op, argument, "be an int", value, TypeError)
-    number = value if isinstance(value, (int, SymInt)) else operator.index(value)
+    if isinstance(value, (int, SymInt)):
+        number = value
+    elif isinstance(value, numbers.Integral):  # numpy
+        number = int(value)
+    else:
+        refuse(op, argument, "be an int", value, TypeError)
     if minimum is not None and number < minimum:
         refuse(op, argument, f"be at least {minimum}", number)
     return number
@@ -113,16 +116,20 @@ def pair(op: str, argument: str, value: Any, minimum: int) -> tuple[Any, Any]:
     return both, both
 
 
-def real(op: str, argument: str, value: Any) -> float:
+def real(op: str, argument: str, value: Any) -> Any:
     """``value`` as a Python float; accepts ints, floats and numpy numbers, refuses bools, NaN and tensors."""
-    if isinstance(value, (SymInt, SymFloat)):
-        return value
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+    if isinstance(value, bool):
         refuse(op, argument, "be a number", value, TypeError)
-    number = float(value)
-    if math.isnan(number):
+    number: Any
+    if isinstance(value, (int, float, SymInt, SymFloat)):
+        number = value
+    elif isinstance(value, numbers.Real):  # numpy
+        number = float(value)
+    else:
+        refuse(op, argument, "be a number", value, TypeError)
+    if number != number:  # math.isnan does not trace
         refuse(op, argument, "be a number", value)
-    return number
+    return number * 1.0
 
 
 def choice(op: str, argument: str, value: Any, known: Sequence[str]) -> int:

@@ -63,8 +63,6 @@ def compile_for(target: str, launch: Launch, tensors: tuple[Tensor | None, ...])
     kernel = launch.kernel
     bind = create_function_from_signature(kernel.signature, kernel.params, backend)
     bound, specialization, options = bind(*tensors, *launch.arguments, **launch.options)
-    options, signature, constants, attributes = kernel._pack_args(
-        backend, options, bound, specialization, options
-    )
+    options, signature, constants, attributes = kernel._pack_args(backend, options, bound, specialization, options)
     source = ASTSource(kernel, signature, constants, attributes)
     return compile(source, target=gpu, options=options.__dict__)

@@ -167,7 +167,7 @@ def differentiate(reference: Callable[..., Any]) -> tuple[Callable[..., None], C
             result = (result,) if isinstance(result, Tensor) else result
             return tuple(result[i] for i in given)
 
-        _, vjp = torch.func.vjp(outputs, *(inputs[i] for i in wanted))
+        vjp = torch.func.vjp(outputs, *(inputs[i] for i in wanted))[1]
         found = dict(zip(wanted, vjp(tuple(grads[i] for i in given)), strict=True))
         return tuple(found.get(i) for i in range(len(inputs)))
 
@@ -191,7 +191,9 @@ def _gpu_kernel(room: str, name: str, dtype: torch.dtype) -> tuple[Callable[...,
     if not _HAS_TRITON:
         _log.warning("pixfuse: Triton is not installed, so GPU tensors take the slow reference (pip install triton)")
         return None, "Triton is not installed"
-    gpu = importlib.import_module(f"{room}.gpu") if importlib.util.find_spec(f"{room}.gpu") else None
+    if not importlib.util.find_spec(f"{room}.gpu"):
+        return None, f"there is no Triton kernel for {name}"
+    gpu = importlib.import_module(f"{room}.gpu")
     kernel = getattr(gpu, name, None)
     if kernel is None:
         return None, f"there is no Triton kernel for {name}"

@@ -315,7 +315,8 @@ std::tuple<Tensor, Tensor> bias_act_backward_cpu(const Tensor& dy_any, const std
     using T = decltype(kind);
     using A = acc_t<T>;
     const auto bias = parameter<A>(from_output ? std::nullopt : b);
-    const Scalars<A> scalars{A(alpha), A(gain), A(clamp)};
+    const A limit = from_output ? load(store<T>(A(clamp))) : A(clamp);  // y was rounded, and so was its limit
+    const Scalars<A> scalars{A(alpha), A(gain), limit};
     const auto apply = derivative_row_of<A, kSlope>(known ? act : int64_t(kLinear), kAllActs);
     const T* from = data<T>(dy);
     const T* at = known ? data<T>(*known) : nullptr;

@@ -9,7 +9,7 @@ from torch import Tensor
 from .._shared import checks
 from .._shared.batching import outputs, to_front
 from .._shared.layout import compute_dtype, empty, is_channels_last
-from .._shared.library import define_op, differentiate
+from .._shared.library import Op, define_op, differentiate
 from .._shared.sharding import by_batch
 from . import reference
 from .reference import ACTIVATIONS
@@ -84,7 +84,7 @@ def _check_tensors(op: str, x: Any, b: Any, dim: Any) -> None:
     checks.integer(op, "dim", dim)
     if not 0 <= dim < x.dim():
         checks.refuse(op, "dim", f"be from 0 to {x.dim() - 1} (x is {x.dim()}-D)", dim)
-    checks.vector(op, "b", b, x.shape[dim], f"the size of axis {dim} of x")
+    checks.vector(op, "b", b, x.shape[dim], "the size of x along dim")
     checks.same_device(op, x, b=b)
 
 
@@ -206,7 +206,7 @@ def _sharding(images: tuple[int, ...], results: tuple[str, ...], dim_at: int) ->
     return lambda *args: shard(*args) if args[dim_at] != 0 else shard(*args)[:1]
 
 
-_value = define_op(
+_value: Op = define_op(
     "bias_act(Tensor x, Tensor? b, int dim, int act, float alpha, float gain, float clamp) -> Tensor",
     reference=reference.bias_act,
     fake=_value_fake,
@@ -215,7 +215,7 @@ _value = define_op(
     vmap=_vmap(lambda *args: _value(*args), full=(0,), bias=1, dim_at=2),
     sharding=_sharding(images=(0,), results=("image",), dim_at=2),
 )
-_first = define_op(
+_first: Op = define_op(
     "bias_act_backward(Tensor dy, Tensor? x, Tensor? b, Tensor? y, int dim, int act, float alpha, float gain, "
     "float clamp, bool channels_last, bool need_db) -> (Tensor, Tensor)",
     reference=reference.bias_act_backward,
@@ -226,7 +226,7 @@ _first = define_op(
     sharding=_sharding(images=(0, 1, 3), results=("image", "sum"), dim_at=4),
 )
 _second_setup, _second_backward = differentiate(reference.bias_act_second)
-_second = define_op(
+_second: Op = define_op(
     "bias_act_second(Tensor v, Tensor dy, Tensor x, Tensor? b, int dim, int act, float alpha, float gain, "
     "float clamp) -> Tensor",
     reference=reference.bias_act_second,

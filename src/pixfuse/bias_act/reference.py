@@ -4,7 +4,7 @@
 for float64) and rounded once. A negative clamp stands for none.
 
 The derivative at a kink: relu'(0) = 0, lrelu'(0) = alpha, selu'(0) is the negative branch's, and a value exactly at
-the clamp passes no gradient, so that the rounded output tells as much as the input.
+the clamp (rounded to the dtype of x) passes no gradient, so that the rounded output tells as much as the input.
 """
 
 from __future__ import annotations
@@ -130,12 +130,16 @@ def bias_act_backward(
     function neither. ``db`` is empty unless ``need_db``.
     """
     dx = dy.to(compute_dtype(dy)) * gain
-    if y is not None or x is not None:
-        t = _biased(x, b, dim) if x is not None else y.to(dx.dtype)
-        v = gain * ACTIVATIONS[act].value(t, alpha) if x is not None else t
+    known = x if y is None else y
+    if known is not None:
+        t = known.to(dx.dtype) if y is not None else _biased(known, b, dim)
+        v = t if y is not None else gain * ACTIVATIONS[act].value(t, alpha)
         dx = dx * ACTIVATIONS[act].slope(t, alpha)
         if clamp >= 0:
-            dx = torch.where(v.abs() < clamp, dx, 0)
+            limit = (
+                torch.tensor(clamp).to(dy.dtype).to(v) if y is not None else clamp
+            )  # y was rounded, so was its limit
+            dx = torch.where(v.abs() < limit, dx, 0)
     db = dx.sum([d for d in range(dx.dim()) if d != dim]) if need_db else dx.new_empty(0)
     return to_layout(dx.to(dy.dtype), channels_last), db
 

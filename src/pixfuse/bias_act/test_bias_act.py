@@ -146,7 +146,7 @@ def test_any_shape_and_axis(shape: list[int], data: Any, act: str, gain: Any, cl
 
 
 X = torch.zeros(2, 3, 4, 4)
-REFUSED = [
+REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"x": [1.0]}, TypeError, "bias_act: x must be a tensor, got list"),
     (
         {"x": torch.zeros(2, 3, dtype=torch.int32)},
@@ -157,7 +157,7 @@ REFUSED = [
     ({"x": torch.zeros(2, 3).to_sparse()}, TypeError, r"x must be a strided \(dense\) tensor"),
     ({"b": 3.0}, TypeError, "b must be a tensor, got float"),
     ({"b": torch.zeros(3, dtype=torch.long)}, TypeError, "b must be float64"),
-    ({"b": torch.zeros(4)}, ValueError, r"b must have shape \[3\] \(the size of axis 1 of x\), got shape \[4\]"),
+    ({"b": torch.zeros(4)}, ValueError, r"b must have shape \[3\] \(the size of x along dim\), got shape \[4\]"),
     ({"b": torch.zeros(3, 1)}, ValueError, r"b must have shape \[3\]"),
     ({"b": torch.zeros(3, device="meta")}, ValueError, r"b must be on the device of x \(cpu\), got meta"),
     ({"b": torch.zeros(3), "dim": -1}, ValueError, r"dim must be from 0 to 3 \(x is 4-D\), got -1"),
