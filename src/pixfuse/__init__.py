@@ -3,10 +3,23 @@
 from ._shared.library import backend, load_kernels
 from .bias_act import bias_act
 from .group_norm import group_norm
+from .upfirdn2d import downsample2d, filter2d, setup_filter, upfirdn2d, upsample2d
 from .upsample import interpolate, upsample_nearest
 
 __version__ = "0.1.0"
-__all__ = ["backend", "bias_act", "group_norm", "interpolate", "upsample_nearest"]
+__all__ = [
+    "backend",
+    "bias_act",
+    "downsample2d",
+    "filter2d",
+    "group_norm",
+    "interpolate",
+    "setup_filter",
+    "upfirdn2d",
+    "upsample2d",
+    "upsample_nearest",
+]
+
 
 load_kernels()
 del load_kernels

@@ -29,6 +29,7 @@ _HAS_TRITON = importlib.util.find_spec("triton") is not None
 _log = logging.getLogger("pixfuse")
 
 OPS: dict[str, Op] = {}
+ALIASES: dict[str, str] = {}  # public functions whose work another op does
 
 
 class Op:
@@ -251,8 +252,9 @@ def backend(op: str | Callable[..., Any], x: Tensor) -> Backend:
     if not isinstance(x, Tensor):
         raise TypeError(f"backend: x must be a tensor, got {type(x).__name__}")
     name = op if isinstance(op, str) else getattr(op, "__name__", repr(op))
-    if name not in OPS:
-        raise ValueError(f"backend: op must be one of {', '.join(sorted(OPS))}, got {name!r}")
+    if name not in OPS and name not in ALIASES:
+        raise ValueError(f"backend: op must be one of {', '.join(sorted([*OPS, *ALIASES]))}, got {name!r}")
+    name = ALIASES.get(name, name)
     kind = x.device.type
     if kind == "cpu":
         if torch._C._dispatch_has_kernel_for_dispatch_key(f"pixfuse::{name}", "CPU"):

@@ -12,12 +12,13 @@ from typing import Any
 Rule = Callable[..., list[tuple[list[Any], list[Any]]]]
 
 
-def by_batch(images: Sequence[int], results: Sequence[str]) -> Rule:
+def by_batch(images: Sequence[int], results: Sequence[str], axes: Sequence[int] = (0,)) -> Rule:
     """The rule of an op that treats every image of the batch alike.
 
     Args:
         images: the positions of the arguments whose first axis is the batch; other tensors are replicated.
         results: for each output ``"image"`` (sharded like the batch) or ``"sum"`` (a sum over the batch).
+        axes: the axes that can be split: ``(0, 1)`` if the op treats every channel alike too.
     """
 
     def rule(*args: Any) -> list[tuple[list[Any], list[Any]]]:
@@ -26,8 +27,10 @@ def by_batch(images: Sequence[int], results: Sequence[str]) -> Rule:
 
         given = [isinstance(a, DTensorSpec) for a in args]
         whole = [Replicate() if tensor else None for tensor in given]
-        split = [Shard(0) if tensor and i in images else whole[i] for i, tensor in enumerate(given)]
-        parts = [Shard(0) if result == "image" else Partial() for result in results]
-        return [([Replicate()] * len(results), whole), (parts, split)]
+        ways: list[tuple[list[Any], list[Any]]] = [([Replicate()] * len(results), whole)]
+        for axis in axes:
+            split = [Shard(axis) if tensor and i in images else whole[i] for i, tensor in enumerate(given)]
+            ways.append(([Shard(axis) if result == "image" else Partial() for result in results], split))
+        return ways
 
     return rule
