@@ -34,13 +34,13 @@ def laid_out(x: Tensor, layout: str) -> Tensor:
 
 @pytest.mark.parametrize(("case", "dtype", "channels_last"), golden("upfirdn2d"))
 def test_golden(case: dict[str, Any], dtype: torch.dtype, channels_last: bool) -> None:
-    check_golden(upfirdn2d, case, dtype, channels_last)
+    check_golden(lambda x, f=None, **params: upfirdn2d(x, f, **params), case, dtype, channels_last)
 
 
 @pytest.mark.parametrize("case", golden_cases("setup_filter"), ids=lambda case: case["id"])
 def test_golden_setup_filter(case: dict[str, Any]) -> None:
     with np.load(GOLDEN / case["file"]) as z:
-        tensors = {k: torch.from_numpy(z[array]) for k, array in case["inputs"].items()}
+        tensors: dict[str, Any] = {k: torch.from_numpy(z[array]) for k, array in case["inputs"].items()}
         before = {k: t.clone() for k, t in tensors.items()}
         y = setup_filter(**tensors, **case["params"])
         truth = torch.from_numpy(z[case["output"]])
@@ -362,7 +362,7 @@ def test_empty(taps: Any, layout: str, shape: Any) -> None:
     y.sum().backward()
     assert x.grad is not None
     assert x.grad.shape == x.shape
-    assert f is None or torch.equal(f.grad, torch.zeros_like(f))
+    assert f is None or (f.grad is not None and not f.grad.any())
 
 
 @pytest.mark.parametrize("size", [(1, 1), (2, 2), (1, 2)])
@@ -441,7 +441,7 @@ BAD_ARGUMENTS = [
     ("gain", torch.tensor(2.0), TypeError, "gain must be a number, got float32 of shape"),
     ("gain", float("nan"), ValueError, "gain must be a number, got nan"),
 ]  # fmt: skip
-CALLS = [upfirdn2d, filter2d, upsample2d, downsample2d]
+CALLS: list[Any] = [upfirdn2d, filter2d, upsample2d, downsample2d]
 
 
 @pytest.mark.parametrize("call", CALLS)
