@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import torch
 from torch import Tensor
 from triton import knobs
 from triton.backends.compiler import GPUTarget
@@ -28,6 +29,7 @@ from triton.compiler import ASTSource, compile, make_backend
 from triton.runtime.jit import create_function_from_signature
 
 from .gpu import Launch
+from .layout import to_layout
 
 INTERPRETING = bool(knobs.runtime.interpret)
 TARGETS = {
@@ -40,7 +42,8 @@ TARGETS = {
 
 def interpret(file: str, *options: str) -> None:
     """Run the tests of ``file`` in a child process under Triton's interpreter."""
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *options, file]
+    own = "ignore:Conversion of an array:DeprecationWarning"  # the interpreter's, at a loop bound that is a tensor
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-W", own, *options, file]
     root = str(Path(__file__).parents[2])
     paths = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
     env = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": paths}
@@ -66,3 +69,31 @@ def compile_for(target: str, launch: Launch, tensors: tuple[Tensor | None, ...])
     options, signature, constants, attributes = kernel._pack_args(backend, options, bound, specialization, options)
     source = ASTSource(kernel, signature, constants, attributes)
     return compile(source, target=gpu, options=options.__dict__)
+
+
+def in_layout(x: Tensor, channels_last: bool) -> Tensor:
+    """``x`` dense in the given layout."""
+    return to_layout(x, channels_last)
+
+
+def assert_accurate(op: Callable[..., Any], reference: Callable[..., Any], *args: Any) -> None:
+    """The results of ``op`` on CPU tensors, in the interpreter, are those of ``reference``.
+
+    The battery's rule: an error of at most twice the reference's own in that dtype plus two ulps, against float64.
+    The interpreter truncates to bfloat16 where a GPU rounds, so two more ulps for it.
+    """
+    exact = reference(*(a.double() if isinstance(a, Tensor) else a for a in args))
+    expected, got = reference(*args), op(*args)
+    if isinstance(got, Tensor):
+        exact, expected, got = (exact,), (expected,), (got,)
+    for truth, model, result in zip(exact, expected, got, strict=True):
+        assert result.dtype == model.dtype
+        assert result.shape == model.shape
+        assert result.stride() == model.stride() or 1 in result.shape
+        assert torch.isfinite(result).all()
+        if truth.numel() == 0:
+            continue
+        ulps = 4 if result.dtype == torch.bfloat16 else 2
+        allowed = 2 * (model.double() - truth).abs().max() + ulps * torch.finfo(result.dtype).eps * truth.abs().max()
+        error = (result.double() - truth).abs().max()
+        assert error <= allowed, f"error {error:.3g}, allowed {allowed:.3g} (largest value {truth.abs().max():.3g})"
