@@ -7,10 +7,13 @@ first, then run-time scalars, then constexprs. Grids are one-dimensional (at mos
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 from triton.runtime import JITFunction, driver
 
@@ -83,3 +86,22 @@ class Launch:
 def power_of_2(n: int) -> int:
     """The smallest power of 2 that is at least ``n``."""
     return 1 << max(n - 1, 0).bit_length()
+
+
+@triton.jit
+def _probe_kernel(x):
+    tl.store(x, 1.0)
+
+
+@functools.cache
+def why_unusable(device: torch.device) -> str | None:
+    """None if Triton can compile for ``device`` and run there, else the reason in one line.
+
+    Triton needs a driver that it knows and, for the stub that calls it, a C compiler; a machine may lack either.
+    """
+    try:
+        Launch(_probe_kernel, 1, (), (), num_warps=1)(torch.empty(1, device=device))
+    except Exception as error:
+        lines = str(error).strip().splitlines()
+        return f"Triton does not work here ({type(error).__name__}: {lines[0] if lines else 'no message'})"
+    return None

@@ -25,7 +25,6 @@ from .checks import dtype_name
 
 _LIBRARY = torch.library.Library("pixfuse", "DEF")
 _KERNELS = Path(__file__).parents[1] / "_kernels.so"
-_HAS_TRITON = importlib.util.find_spec("triton") is not None
 _log = logging.getLogger("pixfuse")
 
 OPS: dict[str, Op] = {}
@@ -180,18 +179,20 @@ def _triton_or_reference(room: str, name: str, reference: Callable[..., Any]) ->
 
     def launch(*args: Any) -> Any:
         x = next(a for a in args if isinstance(a, Tensor))
-        kernel, _ = _gpu_kernel(room, name, x.dtype)
+        kernel, _ = _gpu_kernel(room, name, x.dtype, x.device)
         return (kernel or reference)(*args)
 
     return launch
 
 
 @functools.cache
-def _gpu_kernel(room: str, name: str, dtype: torch.dtype) -> tuple[Callable[..., Any] | None, str]:
-    """The Triton launcher of an op for tensors of ``dtype`` or None, and why."""
-    if not _HAS_TRITON:
-        _log.warning("pixfuse: Triton is not installed, so GPU tensors take the slow reference (pip install triton)")
-        return None, "Triton is not installed"
+def _gpu_kernel(
+    room: str, name: str, dtype: torch.dtype, device: torch.device
+) -> tuple[Callable[..., Any] | None, str]:
+    """The Triton launcher of an op for tensors of ``dtype`` on ``device`` or None, and why."""
+    broken = _why_no_triton(device)
+    if broken is not None:
+        return None, broken
     if not importlib.util.find_spec(f"{room}.gpu"):
         return None, f"there is no Triton kernel for {name}"
     gpu = importlib.import_module(f"{room}.gpu")
@@ -201,6 +202,18 @@ def _gpu_kernel(room: str, name: str, dtype: torch.dtype) -> tuple[Callable[...,
     if dtype not in gpu.DTYPES:
         return None, f"the Triton kernel takes {', '.join(map(dtype_name, gpu.DTYPES))}, not {dtype_name(dtype)}"
     return kernel, "Triton kernel"
+
+
+@functools.cache
+def _why_no_triton(device: torch.device) -> str | None:
+    """None where Triton works, else the reason, which is logged once: the reference is slow."""
+    if importlib.util.find_spec("triton") is None:
+        reason: str | None = "Triton is not installed (pip install triton)"
+    else:
+        reason = importlib.import_module("pixfuse._shared.gpu").why_unusable(device)
+    if reason is not None:
+        _log.warning("pixfuse: tensors on %s take the slow reference: %s", device, reason)
+    return reason
 
 
 def load_kernels() -> None:
@@ -264,5 +277,5 @@ def backend(op: str | Callable[..., Any], x: Tensor) -> Backend:
         return Backend("reference", f"this install was built without the CPU kernels ({_KERNELS} is missing)")
     if kind not in ("cuda", "xpu"):
         return Backend("reference", f"pixfuse has no kernels for device type {kind}")
-    kernel, reason = _gpu_kernel(OPS[name].room, name, x.dtype)
+    kernel, reason = _gpu_kernel(OPS[name].room, name, x.dtype, x.device)
     return Backend("triton" if kernel else "reference", reason)
