@@ -72,9 +72,12 @@ def image(op: str, x: Any, ndim: Sequence[int]) -> None:
 
 def spatial(op: str, x: Tensor) -> None:
     """``x`` has no spatial axis of size 0 (an empty batch or no channels are fine)."""
+    if torch.compiler.is_dynamo_compiling():
+        return  # tracing cannot print symbolic sizes, so the fake kernel says it
     for size in x.shape[2:]:
         if size == 0:
-            refuse(op, "x", "have no empty spatial axis", words(f"shape {list(x.shape)}"))
+            shape = [int(n) for n in x.shape]
+            refuse(op, "x", "have no empty spatial axis", words(f"shape {shape}"))
 
 
 def same_device(op: str, x: Tensor, **others: Tensor | None) -> None:

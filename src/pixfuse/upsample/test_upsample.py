@@ -17,6 +17,7 @@ from torch import Tensor
 
 import pixfuse
 from pixfuse._shared.layout import is_channels_last
+from pixfuse._shared.library import by_definition
 from pixfuse._shared.testing import as_channels_last, battery, check_golden, golden, random_like
 from pixfuse.upsample.cases import INTERPOLATE_CASES, NEAREST_CASES
 from pixfuse.upsample.taps import taps
@@ -151,6 +152,63 @@ def test_tables(n: int, out: int, mode: int, align: bool, antialias: bool) -> No
     assert (table.stop <= n).all()
     np.testing.assert_allclose(table.weights.sum(1), 1, rtol=1e-12)
     np.testing.assert_array_equal(matrix(table.transposed(n), out), matrix(table, n).T)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    resize=resizes(),
+    channels=st.sampled_from([1, 2, 3, 8, 33, 64]),
+    dtype=st.sampled_from([torch.float64, torch.float32, torch.bfloat16, torch.float16]),
+    channels_last=st.booleans(),
+)
+def test_kernels_agree_with_the_definition(
+    resize: tuple[list[int], dict[str, Any]], channels: int, dtype: torch.dtype, channels_last: bool
+) -> None:
+    spatial, params = resize
+    x = torch.randn(2, channels, *spatial, generator=torch.Generator().manual_seed(0)).to(dtype)
+    _check_against_definition(as_channels_last(x) if channels_last else x, params)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
+@pytest.mark.parametrize(
+    ("shape", "channels_last", "params"),
+    [
+        ((1, 1, 2, 20000), False, {"size": (3, 40000), "mode": "bilinear"}),  # longer than a piece
+        ((1, 1, 2, 20000), False, {"size": (2, 9999), "mode": "bicubic"}),
+        ((1, 2, 70001), False, {"size": 3, "mode": "area"}),  # a single output's taps fill more than a piece
+        ((1, 2, 70000), False, {"size": 140000, "mode": "linear"}),
+        ((1, 600, 3, 40), True, {"size": (6, 80), "mode": "bilinear"}),  # more channels than a piece
+        ((1, 600, 3, 40), True, {"size": (2, 1), "mode": "area"}),
+        ((1, 300, 3, 300), True, {"size": (3, 2), "mode": "area"}),
+        ((1, 7, 3, 3000), True, {"size": (4, 1111), "mode": "bicubic", "antialias": True}),
+        ((1, 700, 3, 5), True, {"size": (3, 5), "mode": "bilinear"}),
+        ((1, 700, 3, 5), True, {"size": (7, 5), "mode": "bilinear"}),
+    ],
+    ids=str,
+)
+def test_large_axes(shape: tuple[int, ...], channels_last: bool, params: dict[str, Any], dtype: torch.dtype) -> None:
+    x = torch.rand(shape, generator=torch.Generator().manual_seed(0)).mul(255).to(dtype)
+    _check_against_definition(as_channels_last(x) if channels_last else x, params)
+
+
+def _check_against_definition(x: Tensor, params: dict[str, Any]) -> None:
+    exact = x.double().requires_grad_()
+    floating = x.is_floating_point()
+    leaf = x.requires_grad_(floating)
+    y = pixfuse.interpolate(leaf, **params)
+    with by_definition():  # which takes an age for a mean of many samples
+        truth = (F if params["mode"] == "area" else pixfuse).interpolate(exact, **params)
+    if not floating:
+        assert (y.double() - truth.clamp(0, 255)).abs().max() <= 0.5 + 1e-3
+        return
+    ulp = torch.finfo(x.dtype).eps
+    tolerance = 8 * torch.finfo(torch.float64 if x.dtype == torch.float64 else torch.float32).eps + 0.51 * ulp
+    sums = float(exact.detach().abs().max()) * 4
+    assert (y.double() - truth).abs().max() <= tolerance * sums
+    dy = random_like(y)
+    (dx,) = torch.autograd.grad(y, leaf, dy)
+    (truth,) = torch.autograd.grad(truth, exact, dy.double())
+    assert (dx.double() - truth).abs().max() <= tolerance * 4 * max(1, y.numel() / x.numel()) * float(dy.abs().max())
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 7), (1, 2, 3, 4), (2, 2, 2, 3, 2)], ids=str)

@@ -1,0 +1,503 @@
+// Resizing on the CPU: repetition and interpolation, each with its transpose, all from the tables of taps.h.
+//
+// An image lies in memory as [planes, D, H, W, inner]: inner is 1 for contiguous images (a plane per channel) and C
+// for channels_last ones (a plane per image). A thread owns output rows. For each it adds up the input rows that the
+// D and H tables name, weighted, into one row of the compute type that stays in L1, resizes that row along W and
+// rounds it into the output. Wide rows go in pieces. Every row is computed alike whoever owns it.
+// Nearest modes without gain only copy: one row is built and copied to the rows that repeat it.
+#include "cpu.h"
+#include "taps.h"
+
+#include <cstring>
+
+namespace pixfuse {
+namespace {
+
+constexpr int64_t kPiece = 8192;      // values of an accumulated piece of a row: 32 KiB of floats
+constexpr int64_t kLongTaps = 65536;  // and if a single output needs more than kPiece: at most so many at once
+constexpr int64_t kInner = 256;       // channels of a piece
+
+PIXFUSE_INLINE float fetch(uint8_t v) { return float(v); }
+template <class T>
+PIXFUSE_INLINE acc_t<T> fetch(T v) {
+  return load(v);
+}
+
+template <class T>
+PIXFUSE_INLINE T round_to(acc_t<T> v) {
+  if constexpr (std::is_same_v<T, uint8_t>) {
+    v = v > 0.0f ? v : 0.0f;  // also NaN
+    v = v < 255.0f ? v : 255.0f;
+    return uint8_t(std::bit_cast<uint32_t>(v + 0x1.8p23f));  // to nearest, ties to even
+  } else {
+    return store<T>(v);
+  }
+}
+
+// --- along D and H: weighted sums of input rows ----------------------------------------------------------------
+
+template <class T, int count, bool add>
+PIXFUSE_CLONES void sum_rows(const T* const* rows, int64_t offset, const acc_t<T>* w, acc_t<T>* sum, int64_t n) {
+  const T* row[count];
+  for (int r = 0; r < count; ++r) row[r] = rows[r] + offset;
+  for (int64_t i = 0; i < n; ++i) {
+    acc_t<T> v = add ? sum[i] : 0;
+    for (int r = 0; r < count; ++r) v = r == 0 && !add ? w[r] * fetch(row[r][i]) : v + w[r] * fetch(row[r][i]);
+    sum[i] = v;
+  }
+}
+
+template <class T>
+void sum_all_rows(const T* const* rows, int64_t offset, const acc_t<T>* w, int64_t count, acc_t<T>* sum, int64_t n) {
+  int64_t r = count >= 4 ? 4 : count >= 2 ? 2 : 1;
+  if (r == 4) sum_rows<T, 4, false>(rows, offset, w, sum, n);
+  else if (r == 2) sum_rows<T, 2, false>(rows, offset, w, sum, n);
+  else sum_rows<T, 1, false>(rows, offset, w, sum, n);
+  for (; r + 4 <= count; r += 4) sum_rows<T, 4, true>(rows + r, offset, w + r, sum, n);
+  for (; r + 2 <= count; r += 2) sum_rows<T, 2, true>(rows + r, offset, w + r, sum, n);
+  for (; r < count; ++r) sum_rows<T, 1, true>(rows + r, offset, w + r, sum, n);
+}
+
+// --- along W ---------------------------------------------------------------------------------------------------
+
+template <class T>
+PIXFUSE_CLONES void copy_row(const acc_t<T>* s, T* y, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) y[i] = round_to<T>(s[i]);
+}
+
+// y[2i + p] = sum_k w[p][k] * s[p][i + k]
+template <class T, int taps>
+PIXFUSE_CLONES void double_row(const acc_t<T>* s0, const acc_t<T>* s1, const acc_t<T>* w, T* y, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) {
+    acc_t<T> even = w[0] * s0[i], odd = w[taps] * s1[i];
+    for (int k = 1; k < taps; ++k) {
+      even += w[k] * s0[i + k];
+      odd += w[taps + k] * s1[i + k];
+    }
+    y[2 * i] = round_to<T>(even);
+    y[2 * i + 1] = round_to<T>(odd);
+  }
+}
+
+// y[i] = sum_k w[k] * s[2i + k]
+template <class T, int taps>
+PIXFUSE_CLONES void halve_row(const acc_t<T>* s, const acc_t<T>* w, T* y, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) {
+    acc_t<T> v = w[0] * s[2 * i];
+    for (int k = 1; k < taps; ++k) v += w[k] * s[2 * i + k];
+    y[i] = round_to<T>(v);
+  }
+}
+
+// y[j] = sum_k w[k * stride + j] * s[index[k * stride + j] - base]
+template <class T, int fixed>
+PIXFUSE_CLONES void gather_row(const acc_t<T>* s, const int32_t* index, int32_t base, const acc_t<T>* w, int64_t stride,
+                               int64_t taps, T* y, int64_t n) {
+  using A = acc_t<T>;
+  if constexpr (fixed > 0) {
+    for (int64_t j = 0; j < n; ++j) {
+      A v = w[j] * s[index[j] - base];
+      for (int k = 1; k < fixed; ++k) v += w[k * stride + j] * s[index[k * stride + j] - base];
+      y[j] = round_to<T>(v);
+    }
+  } else {
+    constexpr int64_t kBlock = 128;
+    for (int64_t j0 = 0; j0 < n; j0 += kBlock) {
+      const int64_t m = std::min(kBlock, n - j0);
+      alignas(64) A sum[kBlock] = {};
+      for (int64_t k = 0; k < taps; ++k) {
+        const A* wk = w + k * stride + j0;
+        const int32_t* at = index + k * stride + j0;
+        for (int64_t j = 0; j < m; ++j) sum[j] += wk[j] * s[at[j] - base];
+      }
+      for (int64_t j = 0; j < m; ++j) y[j0 + j] = round_to<T>(sum[j]);
+    }
+  }
+}
+
+// Pixels of `inner` channels: y[o * y_step + c] = sum_k w[o][k] * s[(start[o] - base + k) * inner + c]
+template <class T>
+PIXFUSE_CLONES void pixel_row(const acc_t<T>* s, const int64_t* start, const int64_t* stop, int64_t base,
+                              const acc_t<T>* w, int64_t k_max, int64_t inner, T* y, int64_t y_step, int64_t n) {
+  using A = acc_t<T>;
+  constexpr int64_t kBlock = 32;
+  for (int64_t o = 0; o < n; ++o) {
+    const A* from = s + (start[o] - base) * inner;
+    const A* wo = w + o * k_max;
+    T* to = y + o * y_step;
+    const int64_t count = stop[o] - start[o];
+    int64_t c = 0;
+    for (; c + kBlock <= inner; c += kBlock) {
+      A sum[kBlock];
+      for (int l = 0; l < kBlock; ++l) sum[l] = count ? wo[0] * from[c + l] : A(0);
+      for (int64_t k = 1; k < count; ++k) {
+        for (int l = 0; l < kBlock; ++l) sum[l] += wo[k] * from[k * inner + c + l];
+      }
+      for (int l = 0; l < kBlock; ++l) to[c + l] = round_to<T>(sum[l]);
+    }
+    if (c < inner) {
+      const int64_t rest = inner - c;
+      A sum[kBlock] = {};
+      for (int64_t k = 0; k < count; ++k) {
+        for (int64_t l = 0; l < rest; ++l) sum[l] += wo[k] * from[k * inner + c + l];
+      }
+      for (int64_t l = 0; l < rest; ++l) to[c + l] = round_to<T>(sum[l]);
+    }
+  }
+}
+
+// --- the plan of a call ----------------------------------------------------------------------------------------
+
+struct Shape {
+  bool channels_last;
+  int64_t planes, inner;
+  int64_t in[3] = {1, 1, 1}, out[3] = {1, 1, 1};  // D, H, W
+};
+
+Shape shape_of(const Tensor& x, std::span<const int64_t> out) {
+  Shape s{is_channels_last(x), x.size(0), 1};
+  (s.channels_last ? s.inner : s.planes) *= x.size(1);
+  const int64_t axes = x.dim() - 2;
+  for (int64_t d = 0; d < axes; ++d) {
+    s.in[3 - axes + d] = x.size(2 + d);
+    s.out[3 - axes + d] = out[d];
+  }
+  return s;
+}
+
+// A piece of an output row: outputs [o0, o1) from inputs [a, b).
+struct Piece {
+  int64_t o0, o1, a, b;
+};
+
+template <class A>
+struct Plan {
+  Shape shape;
+  Taps axes[3];
+  double gain;
+  enum Kind { kCopy, kDouble, kHalve, kGather, kPixels } kind = kPixels;
+  std::vector<Piece> pieces;
+  std::vector<A> w;            // of W: [out, k_max] for pixels, [k, out * inner] to gather, the phases' else
+  std::vector<int32_t> index;  // to gather: [k, out * inner]
+  int64_t taps = 1;            // to gather, of a phase
+  int64_t lo = 0, hi = 0;      // kDouble, kHalve: the groups that the phases' weights serve
+  int64_t offset[2] = {0, 0};  // of a phase's first tap from the group's number (doubled for kHalve)
+
+  Plan(const Shape& s, Taps d, Taps h, Taps x, double g) : shape(s), axes{std::move(d), std::move(h), std::move(x)}, gain(g) {
+    const Taps& t = axes[2];
+    const int64_t inner = std::min(s.inner, kInner);
+    if (t.identity) kind = kCopy;
+    else if (s.inner == 1 && t.in <= kLongTaps && find_phases(2, 1)) kind = kDouble;
+    else if (s.inner == 1 && t.in <= kLongTaps && find_phases(1, 2)) kind = kHalve;
+    else if (s.inner < 8 && t.in * s.inner < (int64_t(1) << 31)) kind = kGather;
+    if (kind == kDouble || kind == kHalve) {
+      pieces.push_back({0, t.out, 0, t.in});
+    } else {
+      for (int64_t o = 0; o < t.out;) {
+        Piece p{o, o + 1, t.start[o], std::max(t.start[o], t.stop[o])};
+        while (p.o1 < t.out && (t.stop[p.o1] - p.a) * inner <= kPiece) p.b = std::max(p.b, t.stop[p.o1++]);
+        pieces.push_back(p);
+        o = p.o1;
+      }
+    }
+    if (kind == kPixels) w.assign(t.w.begin(), t.w.end());
+    if (kind == kGather) tabulate();
+  }
+
+  // Whether W's table is periodic, `up` outputs for every `down` inputs, all but a few at the borders.
+  bool find_phases(int64_t up, int64_t down) {
+    const Taps& t = axes[2];
+    const int64_t groups = t.out / up;
+    if (t.out * down != t.in * up || groups < 8) return false;
+    const int64_t middle = groups / 2, k = t.stop[middle * up] - t.start[middle * up];
+    if (up == 2 ? k != 2 && k != 4 : k != 2 && k != 4 && k != 8) return false;
+    auto same = [&](int64_t g) {
+      for (int64_t p = 0; p < up; ++p) {
+        const int64_t o = g * up + p, m = middle * up + p;
+        if (t.stop[o] - t.start[o] != k || t.start[o] - g * down != t.start[m] - middle * down) return false;
+        if (!std::equal(&t.w[o * t.k_max], &t.w[o * t.k_max] + k, &t.w[m * t.k_max])) return false;
+      }
+      return true;
+    };
+    if (!same(middle)) return false;
+    for (lo = middle; lo > 0 && same(lo - 1);) --lo;
+    for (hi = middle + 1; hi < groups && same(hi);) ++hi;
+    if (hi - lo < groups - 8) return false;
+    taps = k;
+    for (int64_t p = 0; p < up; ++p) {
+      offset[p] = t.start[middle * up + p] - middle * down;
+      for (int64_t j = 0; j < k; ++j) w.push_back(A(t.w[(middle * up + p) * t.k_max + j]));
+    }
+    return true;
+  }
+
+  // One index and weight per tap and value of an output row. An output with fewer taps than others shares its last
+  // one's weight out among the missing, so that it never reads a sample that is not its own.
+  void tabulate() {
+    const Taps& t = axes[2];
+    const int64_t inner = shape.inner, n = t.out * inner;
+    taps = t.k_max;
+    w.assign(taps * n, A(0));
+    index.assign(taps * n, 0);
+    for (int64_t o = 0; o < t.out; ++o) {
+      const int64_t count = t.stop[o] - t.start[o];
+      const int64_t last = std::max<int64_t>(count - 1, 0);
+      for (int64_t k = 0; k < taps; ++k) {
+        const int64_t at = std::min(t.start[o] + std::min(k, last), t.in - 1);
+        const double share = k < last || count == 0 ? 1 : double(taps - last);
+        const A weight = A(t.w[o * t.k_max + std::min(k, last)] / share);
+        for (int64_t c = 0; c < inner; ++c) {
+          w[k * n + o * inner + c] = weight;
+          index[k * n + o * inner + c] = int32_t(at * inner + c);
+        }
+      }
+    }
+  }
+};
+
+// Outputs [o0, o1) of a row of one value per sample, one by one.
+template <class T, class A>
+void single_outputs(const Taps& t, const A* s, T* y, int64_t o0, int64_t o1) {
+  for (int64_t o = o0; o < o1; ++o) {
+    A v = 0;
+    for (int64_t k = 0; k < t.stop[o] - t.start[o]; ++k) v += A(t.w[o * t.k_max + k]) * s[t.start[o] + k];
+    y[o] = round_to<T>(v);
+  }
+}
+
+// One piece of a row along W: s holds inputs [a, b), y is the output row.
+template <class T, class A>
+void resize_row(const Plan<A>& plan, const Piece& p, const A* s, int64_t inner, T* y) {
+  const Taps& t = plan.axes[2];
+  const int64_t all = plan.shape.inner;
+  switch (plan.kind) {
+    case Plan<A>::kCopy:
+      if (inner == all) return copy_row<T>(s, y + p.o0 * all, (p.o1 - p.o0) * inner);
+      for (int64_t o = p.o0; o < p.o1; ++o) copy_row<T>(s + (o - p.o0) * inner, y + o * all, inner);
+      return;
+    case Plan<A>::kDouble: {
+      const A *s0 = s + plan.lo + plan.offset[0], *s1 = s + plan.lo + plan.offset[1];
+      single_outputs(t, s, y, 0, 2 * plan.lo);
+      const auto body = plan.taps == 2 ? double_row<T, 2> : double_row<T, 4>;
+      body(s0, s1, plan.w.data(), y + 2 * plan.lo, plan.hi - plan.lo);
+      return single_outputs(t, s, y, 2 * plan.hi, t.out);
+    }
+    case Plan<A>::kHalve: {
+      single_outputs(t, s, y, 0, plan.lo);
+      const auto body = plan.taps == 2 ? halve_row<T, 2> : plan.taps == 4 ? halve_row<T, 4> : halve_row<T, 8>;
+      body(s + 2 * plan.lo + plan.offset[0], plan.w.data(), y + plan.lo, plan.hi - plan.lo);
+      return single_outputs(t, s, y, plan.hi, t.out);
+    }
+    case Plan<A>::kGather: {
+      const int64_t stride = t.out * all, from = p.o0 * all;
+      const auto body = plan.taps == 2 ? gather_row<T, 2> : plan.taps == 4 ? gather_row<T, 4> : gather_row<T, 0>;
+      return body(s, plan.index.data() + from, int32_t(p.a * all), plan.w.data() + from, stride, plan.taps, y + from,
+                  (p.o1 - p.o0) * all);
+    }
+    case Plan<A>::kPixels:
+      return pixel_row<T>(s, &t.start[p.o0], &t.stop[p.o0], p.a, &plan.w[p.o0 * t.k_max], t.k_max, inner,
+                          y + p.o0 * all, all, p.o1 - p.o0);
+  }
+}
+
+template <class T>
+void resample(const T* x, T* y, const Plan<acc_t<T>>& plan) {
+  using A = acc_t<T>;
+  const Shape& s = plan.shape;
+  const Taps &td = plan.axes[0], &th = plan.axes[1], &tw = plan.axes[2];
+  const int64_t blocks = (s.inner + kInner - 1) / kInner, pieces = plan.pieces.size();
+  const int64_t in_row = s.in[2] * s.inner, out_row = s.out[2] * s.inner;
+  int64_t longest = 1;
+  for (const Piece& p : plan.pieces) longest = std::max(longest, p.b - p.a);
+  const int64_t values = longest * std::min(s.inner, kInner);
+  const int64_t items = s.planes * s.out[0] * s.out[1] * pieces * blocks;
+  parallel(items, (in_row * th.k_max + out_row * tw.k_max) / (pieces * blocks), [&](int64_t begin, int64_t end) {
+    std::vector<const T*> rows(td.k_max * th.k_max);
+    std::vector<A> w(rows.size()), sum(values);
+    for (int64_t item = begin; item < end; ++item) {
+      const int64_t block = item % blocks, at = item / blocks, row = at / pieces;
+      const Piece& p = plan.pieces[at % pieces];
+      const int64_t h = row % s.out[1], d = row / s.out[1] % s.out[0], plane = row / (s.out[1] * s.out[0]);
+      int64_t count = 0;
+      for (int64_t i = td.start[d]; i < td.stop[d]; ++i) {
+        for (int64_t j = th.start[h]; j < th.stop[h]; ++j, ++count) {
+          rows[count] = x + ((plane * s.in[0] + i) * s.in[1] + j) * in_row;
+          w[count] = A(td.w[d * td.k_max + i - td.start[d]] * th.w[h * th.k_max + j - th.start[h]] * plan.gain);
+        }
+      }
+      const int64_t c0 = block * kInner, inner = std::min(s.inner - c0, kInner);
+      if (count == 0) {
+        std::fill(sum.begin(), sum.end(), A(0));
+      } else if (inner == s.inner) {
+        sum_all_rows(rows.data(), p.a * inner, w.data(), count, sum.data(), (p.b - p.a) * inner);
+      } else {
+        for (int64_t i = p.a; i < p.b; ++i) {
+          sum_all_rows(rows.data(), i * s.inner + c0, w.data(), count, sum.data() + (i - p.a) * inner, inner);
+        }
+      }
+      resize_row<T>(plan, p, sum.data(), inner, y + row * out_row + c0);
+    }
+  });
+}
+
+// --- copies ----------------------------------------------------------------------------------------------------
+
+// y[i * times + p] = x[i]
+template <class T, int times>
+PIXFUSE_CLONES void repeat_row(const T* x, T* y, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) {
+    for (int p = 0; p < times; ++p) y[i * times + p] = x[i];
+  }
+}
+
+template <class T>
+void pick_row(const T* x, const int64_t* index, T* y, int64_t n) {
+  for (int64_t o = 0; o < n; ++o) y[o] = x[index[o]];
+}
+
+// Pixels of `inner` values: of a multiple of 64 or 16 bytes in fixed pieces, else as they come.
+template <int piece>
+PIXFUSE_CLONES void pick_pieces(const char* x, const int64_t* index, char* y, int64_t bytes, int64_t n) {
+  for (int64_t o = 0; o < n; ++o) {
+    const char* from = x + index[o] * bytes;
+    char* to = y + o * bytes;
+    for (int64_t b = 0; b < bytes; b += piece) std::memcpy(to + b, from + b, piece);
+  }
+}
+
+void pick_pixels(const char* x, const int64_t* index, char* y, int64_t bytes, int64_t n) {
+  if (bytes % 64 == 0 && bytes <= 1024) return pick_pieces<64>(x, index, y, bytes, n);
+  if (bytes % 16 == 0 && bytes <= 256) return pick_pieces<16>(x, index, y, bytes, n);
+  for (int64_t o = 0; o < n; ++o) std::memcpy(y + o * bytes, x + index[o] * bytes, bytes);
+}
+
+// How often each sample is repeated, if all are alike, else 0.
+int64_t repetitions(const Taps& t) {
+  if (t.out % t.in != 0) return 0;
+  const int64_t times = t.out / t.in;
+  for (int64_t o = 0; o < t.out; ++o) {
+    if (t.start[o] != o / times) return 0;
+  }
+  return times;
+}
+
+template <class T>
+void copy_samples(const T* x, T* y, const Shape& s, const Taps& td, const Taps& th, const Taps& tw) {
+  const int64_t times = repetitions(tw);
+  const int64_t in_row = s.in[2] * s.inner, out_row = s.out[2] * s.inner;
+  auto build = [&](const T* from, T* to) {
+    if (times == 1) std::memcpy(to, from, out_row * sizeof(T));
+    else if (s.inner > 1) pick_pixels((const char*)from, tw.start.data(), (char*)to, s.inner * sizeof(T), s.out[2]);
+    else if (times == 2) repeat_row<T, 2>(from, to, s.in[2]);
+    else if (times == 3) repeat_row<T, 3>(from, to, s.in[2]);
+    else if (times == 4) repeat_row<T, 4>(from, to, s.in[2]);
+    else pick_row(from, tw.start.data(), to, s.out[2]);
+  };
+  parallel(s.planes * s.out[0] * s.out[1], out_row, [&](int64_t begin, int64_t end) {
+    const T* before = nullptr;
+    for (int64_t row = begin; row < end; ++row) {
+      const int64_t h = row % s.out[1], d = row / s.out[1] % s.out[0], plane = row / (s.out[1] * s.out[0]);
+      const T* from = x + ((plane * s.in[0] + td.start[d]) * s.in[1] + th.start[h]) * in_row;
+      T* to = y + row * out_row;
+      if (from == before) std::memcpy(to, to - out_row, out_row * sizeof(T));
+      else build(from, to);
+      before = from;
+    }
+  });
+}
+
+// --- the operators ---------------------------------------------------------------------------------------------
+
+// The tables of the three axes; those that x lacks are the identity of one sample.
+template <class F>
+std::array<Taps, 3> tables(int64_t axes, const F& table) {
+  std::array<Taps, 3> t{identity_taps(1), identity_taps(1), identity_taps(1)};
+  for (int64_t d = 0; d < axes; ++d) t[3 - axes + d] = table(d);
+  return t;
+}
+
+// x by the tables t; `copy`: every weight is one and every output has one tap.
+Tensor apply(const Tensor& x_any, std::array<Taps, 3> t, double gain, bool copy) {
+  const int64_t axes = x_any.dim() - 2;
+  std::vector<int64_t> out;
+  for (int64_t d = 0; d < axes; ++d) out.push_back(t[3 - axes + d].out);
+  const Shape s = shape_of(x_any, out);
+  const Tensor x = to_dense(x_any, s.channels_last);
+  out.insert(out.begin(), {x.size(0), x.size(1)});
+  Tensor y = empty_dense(x, out, s.channels_last);
+  if (y.numel() == 0) return y;
+  if (copy) {
+    auto run = [&](auto kind) {
+      using T = decltype(kind);
+      copy_samples(data<T>(x), mutable_data<T>(y), s, t[0], t[1], t[2]);
+    };
+    switch (x.element_size()) {
+      case 1: run(uint8_t{}); break;
+      case 2: run(uint16_t{}); break;
+      case 4: run(uint32_t{}); break;
+      default: run(uint64_t{});
+    }
+    return y;
+  }
+  auto run = [&](auto kind) {
+    using T = decltype(kind);
+    const Plan<acc_t<T>> plan(s, std::move(t[0]), std::move(t[1]), std::move(t[2]), gain);
+    resample(data<T>(x), mutable_data<T>(y), plan);
+  };
+  if (x.scalar_type() == ScalarType::Byte) run(uint8_t{});
+  else dispatch_floating(x.scalar_type(), run);
+  return y;
+}
+
+void check_axes(const Tensor& x, size_t entries) {
+  STD_TORCH_CHECK(x.dim() >= 3 && x.dim() <= 5 && entries == size_t(x.dim() - 2),
+                  "upsample: a 3-D to 5-D image and one entry for each spatial axis are required");
+}
+
+Tensor upsample_nearest_cpu(const Tensor& x, std::vector<int64_t> scale, double gain) {
+  check_axes(x, scale.size());
+  for (int64_t times : scale) STD_TORCH_CHECK(times >= 1, "upsample_nearest: scale must be at least 1");
+  auto t = tables(x.dim() - 2, [&](int64_t d) { return repeat_taps(x.size(2 + d), scale[d]); });
+  return apply(x, std::move(t), gain, gain == 1);
+}
+
+Tensor upsample_nearest_backward_cpu(const Tensor& dy, std::vector<int64_t> scale, double gain) {
+  check_axes(dy, scale.size());
+  for (int64_t times : scale) STD_TORCH_CHECK(times >= 1, "upsample_nearest: scale must be at least 1");
+  auto t = tables(dy.dim() - 2, [&](int64_t d) {
+    return repeat_taps(dy.size(2 + d) / scale[d], scale[d]).transposed();
+  });
+  return apply(dy, std::move(t), gain, false);
+}
+
+Tensor interpolate_cpu(const Tensor& x, std::vector<int64_t> size, int64_t mode, bool align_corners, bool antialias,
+                       std::vector<double> scale) {
+  check_axes(x, size.size());
+  check_axes(x, scale.size());
+  auto t = tables(x.dim() - 2, [&](int64_t d) {
+    STD_TORCH_CHECK(size[d] >= 1 && x.size(2 + d) >= 1, "interpolate: empty spatial axis");
+    return interpolation_taps(x.size(2 + d), size[d], scale[d], mode, align_corners, antialias);
+  });
+  return apply(x, std::move(t), 1, mode == kNearest || mode == kNearestExact);
+}
+
+Tensor interpolate_backward_cpu(const Tensor& dy, std::vector<int64_t> size, int64_t mode, bool align_corners,
+                                bool antialias, std::vector<double> scale) {
+  check_axes(dy, size.size());
+  check_axes(dy, scale.size());
+  auto t = tables(dy.dim() - 2, [&](int64_t d) {
+    STD_TORCH_CHECK(size[d] >= 1 && dy.size(2 + d) >= 1, "interpolate: empty spatial axis");
+    return interpolation_taps(size[d], dy.size(2 + d), scale[d], mode, align_corners, antialias).transposed();
+  });
+  return apply(dy, std::move(t), 1, false);
+}
+
+STABLE_TORCH_LIBRARY_IMPL(pixfuse, CPU, m) {
+  m.impl("upsample_nearest", TORCH_BOX(&upsample_nearest_cpu));
+  m.impl("upsample_nearest_backward", TORCH_BOX(&upsample_nearest_backward_cpu));
+  m.impl("interpolate", TORCH_BOX(&interpolate_cpu));
+  m.impl("interpolate_backward", TORCH_BOX(&interpolate_backward_cpu));
+}
+
+}  // namespace
+}  // namespace pixfuse
