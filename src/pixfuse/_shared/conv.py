@@ -1,0 +1,213 @@
+"""2-D convolutions that are cheap to differentiate twice, and a switch that leaves out weight gradients.
+
+``conv2d`` and ``conv_transpose2d`` compute what PyTorch's own do. Their derivatives are three linear maps that are
+each other's adjoints: the convolution, its transpose, and the weight gradient, every one of them a call of the
+library routine made for it. (PyTorch's own second order writes the weight gradient as a convolution whose kernel is
+an image, which libraries run slowly.) Nothing is computed that the engine did not ask for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_KEY = "pixfuse.weight_gradients_disabled"
+_NAMED = ("same", "valid")
+
+
+@contextlib.contextmanager
+def no_weight_gradients(disable: bool = True) -> Iterator[None]:
+    """Backward passes that run inside compute no weight gradients: weights get None, inputs and biases theirs.
+
+    It counts when backward runs, not when forward did, and only for this thread (autograd's own threads follow the
+    one that calls backward). An exception inside restores what was before.
+
+    Args:
+        disable: False for a context that does nothing.
+    """
+    before = weight_gradients_disabled()
+    torch._C._stash_obj_in_tls(_KEY, disable or before)
+    try:
+        yield
+    finally:
+        torch._C._stash_obj_in_tls(_KEY, before)
+
+
+def weight_gradients_disabled() -> bool:
+    """Whether this thread is inside :func:`no_weight_gradients`."""
+    # PyTorch hands this storage on to the threads of the autograd engine; Python's threading.local stays behind.
+    return bool(torch._C._is_key_in_tls(_KEY) and torch._C._get_obj_in_tls(_KEY))
+
+
+def conv2d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: int | Sequence[int] = 1,
+    padding: int | Sequence[int] | str = 0,
+    dilation: int | Sequence[int] = 1,
+    groups: int = 1,
+) -> Tensor:
+    """:func:`torch.nn.functional.conv2d`, differentiable any number of times."""
+    refused = isinstance(padding, str) and (padding not in _NAMED or _two(stride) != (1, 1))
+    if refused or _leave_to_torch(x, weight, bias):
+        result: Tensor = F.conv2d(x, weight, bias, stride, padding, dilation, groups)
+        return result
+    if padding == "valid":
+        padding = 0
+    elif padding == "same":
+        total = [d * (k - 1) for d, k in zip(_two(dilation), weight.shape[2:], strict=True)]
+        x = F.pad(x, (0, total[1] % 2, 0, total[0] % 2))
+        padding = [t // 2 for t in total]
+    how = _How(_two(stride), _two(padding), _two(dilation), False, (0, 0), groups)
+    return _convolve(x, weight, bias, how)
+
+
+def conv_transpose2d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: int | Sequence[int] = 1,
+    padding: int | Sequence[int] = 0,
+    output_padding: int | Sequence[int] = 0,
+    groups: int = 1,
+    dilation: int | Sequence[int] = 1,
+) -> Tensor:
+    """:func:`torch.nn.functional.conv_transpose2d`, differentiable any number of times."""
+    if _leave_to_torch(x, weight, bias):
+        result: Tensor = F.conv_transpose2d(
+            x,
+            weight,
+            bias,
+            stride,
+            padding,
+            output_padding,
+            groups,
+            dilation,
+        )
+        return result
+    how = _How(_two(stride), _two(padding), _two(dilation), True, _two(output_padding), groups)
+    return _convolve(x, weight, bias, how)
+
+
+class _How(NamedTuple):
+    """The arguments of ``aten::convolution`` after the tensors."""
+
+    stride: tuple[int, int]
+    padding: tuple[int, int]
+    dilation: tuple[int, int]
+    transposed: bool
+    output_padding: tuple[int, int]
+    groups: int
+
+
+def _two(value: Any) -> tuple[int, int]:
+    """An int for both axes, or one for each, as PyTorch's convolutions take them (height first)."""
+    both = [int(v) for v in value] if isinstance(value, Sequence) else [int(value)]
+    return both[0], both[-1]
+
+
+def _leave_to_torch(x: Any, weight: Any, bias: Any) -> bool:
+    """Whether there is nothing to differentiate here, or something that only PyTorch's own rules can."""
+    tensors = [t for t in (x, weight, bias) if t is not None]
+    if not all(type(t) in (Tensor, torch.nn.Parameter) for t in tensors):
+        return True
+    if not (torch.is_grad_enabled() and any(t.requires_grad for t in tensors)):
+        return True
+    if (
+        x.dim() != 4
+        or weight.dim() != 4
+        or not all(t.is_floating_point() and t.layout == torch.strided for t in tensors)
+    ):
+        return True
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch.autograd.forward_ad._current_level >= 0
+    )
+
+
+def _convolve(x: Tensor, weight: Tensor, bias: Tensor | None, how: _How) -> Tensor:
+    device = x.device.type
+    if not torch.is_autocast_enabled(device):
+        return _Convolution.apply(x, weight, bias, how)
+    dtype = torch.get_autocast_dtype(device)
+
+    def cast(t: Tensor) -> Tensor:  # PyTorch's rule for convolutions
+        return t if t.dtype == torch.float64 else t.to(dtype)
+
+    with torch.autocast(device, enabled=False):
+        return _Convolution.apply(cast(x), cast(weight), None if bias is None else cast(bias), how)
+
+
+def _wanted(ctx: Any) -> list[bool]:
+    """Which inputs of a node the running backward needs; ``needs_input_grad`` only knows which could need one."""
+    found = list(ctx.needs_input_grad)
+    for i, (node, _) in enumerate(ctx.next_functions):  # one for each leading tensor
+        if node is not None:
+            # A leaf that autograd.grad was asked for is refused by the question: then it is wanted.
+            with contextlib.suppress(RuntimeError):
+                found[i] = torch._C._will_engine_execute_node(node)
+    return found
+
+
+class _Convolution(torch.autograd.Function):
+    """``y = convolution(x, weight) + bias``."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, how: _How) -> Tensor:
+        ctx.save_for_backward(x if weight.requires_grad else None, weight)
+        ctx.how, ctx.size = how, x.shape[2:]
+        return torch.ops.aten.convolution(x, weight, bias, *how)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        need_dx, need_dw, need_db = _wanted(ctx)[:3]
+        dx = _transposed(dy, weight, ctx.how, ctx.size) if need_dx else None
+        dw = None
+        if need_dw and not weight_gradients_disabled():
+            dw = _WeightGradient.apply(x, dy, weight.detach(), ctx.how)
+        return dx, dw, dy.sum((0, 2, 3)) if need_db else None, None
+
+
+class _WeightGradient(torch.autograd.Function):
+    """The gradient of ``sum(dy * convolution(x, weight))`` by ``weight``, of which only the form counts."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dy: Tensor, weight: Tensor, how: _How) -> Tensor:
+        ctx.save_for_backward(x, dy)
+        ctx.how = how
+        mask = [False, True, False]
+        stride, padding, dilation, transposed, output_padding, groups = how
+        return torch.ops.aten.convolution_backward(
+            dy, x, weight, None, stride, padding, dilation, transposed, output_padding, groups, mask
+        )[1]
+
+    @staticmethod
+    def backward(ctx: Any, v: Tensor) -> tuple[Tensor | None, ...]:
+        x, dy = ctx.saved_tensors
+        need_x, need_dy = _wanted(ctx)[:2]
+        dx = _transposed(dy, v, ctx.how, x.shape[2:]) if need_x else None
+        return dx, _Convolution.apply(x, v, None, ctx.how) if need_dy else None, None, None
+
+
+def _transposed(dy: Tensor, weight: Tensor, how: _How, size: Sequence[int]) -> Tensor:
+    """The transpose of a convolution, applied to ``dy``; its result has the spatial ``size``."""
+    if how.transposed:
+        back = how._replace(transposed=False, output_padding=(0, 0))
+        # An output padding beyond the stride leaves rows that came from no input.
+        return _Convolution.apply(dy, weight, None, back)[:, :, : size[0], : size[1]]
+    lacking = [
+        n - ((out - 1) * s - 2 * p + d * (k - 1) + 1)
+        for n, out, s, p, d, k in zip(
+            size, dy.shape[2:], how.stride, how.padding, how.dilation, weight.shape[2:], strict=True
+        )
+    ]
+    back = how._replace(transposed=True, output_padding=(lacking[0], lacking[1]))
+    return _Convolution.apply(dy, weight, None, back)

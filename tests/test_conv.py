@@ -1,0 +1,204 @@
+"""The shared convolutions: PyTorch's values and gradients to third order, and the switch for weight gradients."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pixfuse._shared import conv
+
+FORWARD = [
+    {},
+    {"stride": 2, "padding": 1},
+    {"stride": (2, 3), "padding": (1, 2), "dilation": (1, 2)},
+    {"padding": 1, "groups": 2},
+    {"stride": 3, "groups": 2, "dilation": 2, "padding": 2},
+]
+BACKWARD = [
+    {},
+    {"stride": 2, "padding": 1, "output_padding": 1},
+    {"stride": (2, 3), "padding": (1, 2), "output_padding": (0, 2)},
+    {"stride": 2, "groups": 2},
+    {"stride": 1, "dilation": 2, "output_padding": 1},
+]
+
+
+def _tensors(transposed: bool, groups: int, dtype: torch.dtype = torch.float64, bias: bool = True) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shape = (4, 6 // groups, 3, 2) if transposed else (6, 4 // groups, 3, 2)
+    shapes: list[tuple[int, ...]] = [(2, 4, 7, 8), shape, *([(6,)] if bias else [])]
+    return [torch.randn(s, generator=generator, dtype=torch.float64).to(dtype).requires_grad_() for s in shapes]
+
+
+def _orders(call: Any, tensors: list[Tensor], params: dict[str, Any]) -> list[Tensor]:
+    """The value and all derivatives up to the third that are not zero."""
+    y = call(*tensors, **params)
+    found = [y]
+    total = (y * y.detach().cos()).sum()
+    for _ in range(3):
+        grads = torch.autograd.grad(total, tensors, create_graph=True, allow_unused=True, materialize_grads=True)
+        found += grads
+        total = sum(((g * g.detach().sin()).sum() for g in grads), torch.zeros((), dtype=y.dtype))
+        if not total.requires_grad:
+            break
+    return [t.detach() for t in found]
+
+
+@pytest.mark.parametrize(
+    ("name", "params"),
+    [*(("conv2d", p) for p in FORWARD), *(("conv_transpose2d", p) for p in BACKWARD)],
+)
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_equals_torch_to_third_order(name: str, params: dict[str, Any], channels_last: bool) -> None:
+    tensors = _tensors(name == "conv_transpose2d", params.get("groups", 1))
+    if channels_last:
+        tensors[0] = tensors[0].detach().contiguous(memory_format=torch.channels_last).requires_grad_()
+    got = _orders(getattr(conv, name), tensors, params)
+    want = _orders(getattr(F, name), tensors, params)
+    assert len(got) == len(want) > 4
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-9)
+    assert got[0].stride() == want[0].stride()
+
+
+@pytest.mark.parametrize("name", ["conv2d", "conv_transpose2d"])
+def test_gradgradcheck(name: str) -> None:
+    tensors = _tensors(name == "conv_transpose2d", 2)
+
+    def call(*values: Tensor) -> Tensor:
+        return getattr(conv, name)(*values, stride=2, padding=1, groups=2)
+
+    assert torch.autograd.gradcheck(call, tensors, fast_mode=True)
+    assert torch.autograd.gradgradcheck(call, tensors, fast_mode=True)
+
+
+@pytest.mark.parametrize("name", ["conv2d", "conv_transpose2d"])
+def test_no_weight_gradients(name: str) -> None:
+    x, w, b = _tensors(name == "conv_transpose2d", 1)
+    call = getattr(conv, name)
+    with conv.no_weight_gradients():
+        assert conv.weight_gradients_disabled()
+        y = call(x, w, b, stride=2)
+    assert not conv.weight_gradients_disabled()
+    y.sum().backward()  # what counts is when backward runs
+    assert w.grad is not None
+    whole = [t.grad for t in (x, w, b)]
+    for t in (x, w, b):
+        t.grad = None
+    y = call(x, w, b, stride=2)
+    with conv.no_weight_gradients():
+        y.sum().backward()
+    assert w.grad is None
+    torch.testing.assert_close([x.grad, b.grad], [whole[0], whole[2]])
+    with conv.no_weight_gradients(False):
+        call(x, w, b).sum().backward()
+    assert w.grad is not None
+
+
+def test_r1_penalty_with_and_without_weight_gradients() -> None:
+    """The use it is made for: the first derivative inside the context, the second outside."""
+    found = []
+    for disable in (True, False):
+        x, w, _ = _tensors(False, 1)
+        y = conv.conv2d(conv.conv2d(x, w).sin(), torch.ones(2, 6, 3, 3, dtype=torch.float64), padding=1)
+        with conv.no_weight_gradients(disable):
+            (dx,) = torch.autograd.grad(y.square().sum(), [x], create_graph=True)
+        dx.square().sum().backward()
+        assert w.grad is not None
+        found.append(w.grad)
+    torch.testing.assert_close(found[0], found[1])
+
+
+def test_no_weight_gradients_survives_exceptions_nests_and_keeps_to_its_thread() -> None:
+    with pytest.raises(KeyError), conv.no_weight_gradients():
+        raise KeyError
+    assert not conv.weight_gradients_disabled()
+    seen = []
+    with conv.no_weight_gradients():
+        with conv.no_weight_gradients(False):
+            assert conv.weight_gradients_disabled()
+        assert conv.weight_gradients_disabled()
+        thread = threading.Thread(target=lambda: seen.append(conv.weight_gradients_disabled()))
+        thread.start()
+        thread.join()
+    assert seen == [False]
+
+
+def test_computes_only_what_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """autograd.grad for the input alone computes no weight gradient, with or without the context."""
+    calls = []
+    forward = conv._WeightGradient.forward
+    monkeypatch.setattr(conv._WeightGradient, "forward", staticmethod(lambda *a: calls.append(1) or forward(*a)))
+    x, w, b = _tensors(False, 1)
+    torch.autograd.grad(conv.conv2d(x, w, b).sum(), [x])
+    torch.autograd.grad(conv.conv2d(x * 1, w * 1, b).sum(), [x])
+    conv.conv2d(x, w, b).sum().backward(inputs=[x])
+    assert not calls
+    torch.autograd.grad(conv.conv2d(x, w, b).sum(), [w])
+    conv.conv2d(x, w * 1, b).sum().backward()
+    assert len(calls) == 2
+
+
+def test_gradients_for_every_mask() -> None:
+    full = _tensors(False, 1)
+    want = torch.autograd.grad(conv.conv2d(*full, padding=1).sum(), full)
+    for mask in range(1, 8):
+        tensors = [t.detach().requires_grad_(bool(mask >> i & 1)) for i, t in enumerate(full)]
+        conv.conv2d(*tensors, padding=1).sum().backward()
+        for i, t in enumerate(tensors):
+            assert (t.grad is not None) == bool(mask >> i & 1)
+            if t.grad is not None:
+                torch.testing.assert_close(t.grad, want[i])
+
+
+def test_what_is_left_to_torch() -> None:
+    x, w, b = _tensors(False, 1)
+    torch.testing.assert_close(conv.conv2d(x[0], w, b), F.conv2d(x[0], w, b))
+    grad = torch.func.grad(lambda t: conv.conv2d(t, w.detach()).sin().sum())(x.detach())
+    torch.testing.assert_close(grad, torch.func.grad(lambda t: F.conv2d(t, w.detach()).sin().sum())(x.detach()))
+    compiled = torch.compile(lambda t: conv.conv2d(t, w, b), backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x), F.conv2d(x, w, b))
+    with pytest.raises(RuntimeError, match="channels"):
+        conv.conv2d(x[:, :3], w)
+
+
+@pytest.mark.filterwarnings("ignore:Using padding='same':UserWarning")
+@pytest.mark.parametrize("dilation", [1, (2, 3)])
+@pytest.mark.parametrize("padding", ["same", "valid"])
+def test_named_padding(padding: str, dilation: Any) -> None:
+    tensors = _tensors(False, 1)
+    got = _orders(conv.conv2d, tensors, {"padding": padding, "dilation": dilation})
+    for a, b in zip(got, _orders(F.conv2d, tensors, {"padding": padding, "dilation": dilation}), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-9)
+    with conv.no_weight_gradients():
+        conv.conv2d(*tensors, padding=padding).sum().backward()
+    assert tensors[1].grad is None
+    with pytest.raises(RuntimeError, match="strided"):
+        conv.conv2d(*tensors, padding="same", stride=2)
+    with pytest.raises((RuntimeError, ValueError)):
+        conv.conv2d(*tensors, padding="half")
+
+
+def test_autocast_as_torch() -> None:
+    x, w, b = _tensors(False, 1, torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got, want = conv.conv2d(x, w, b), F.conv2d(x, w, b)
+    assert got.dtype == want.dtype == torch.bfloat16
+    torch.testing.assert_close(got, want)
+    for a, c in zip(torch.autograd.grad(got.sum(), (x, w, b)), torch.autograd.grad(want.sum(), (x, w, b)), strict=True):
+        assert a.dtype == torch.float32
+        torch.testing.assert_close(a, c)
+
+
+def test_empty_batch() -> None:
+    x, w, b = _tensors(False, 1, torch.float32)
+    y = conv.conv2d(x[:0], w, b)
+    y.sum().backward()
+    assert y.shape == (0, 6, 5, 7)
+    assert w.grad is not None
+    assert not w.grad.any()
