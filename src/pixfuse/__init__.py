@@ -2,6 +2,7 @@
 
 from ._shared.library import backend, load_kernels
 from .bias_act import bias_act
+from .filtered_lrelu import filtered_lrelu
 from .group_norm import group_norm
 from .upfirdn2d import downsample2d, filter2d, setup_filter, upfirdn2d, upsample2d
 from .upsample import interpolate, upsample_nearest
@@ -12,6 +13,7 @@ __all__ = [
     "bias_act",
     "downsample2d",
     "filter2d",
+    "filtered_lrelu",
     "group_norm",
     "interpolate",
     "setup_filter",

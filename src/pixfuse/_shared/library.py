@@ -113,6 +113,7 @@ def define_op(
         sharding: ``(*args)`` gives the DTensor placements that need no communication; see ``distributed.py``.
     """
     name = schema[: schema.index("(")]
+    reference = _without_autocast(reference)
     room = reference.__module__.rpartition(".")[0]
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order))
     overload = getattr(torch.ops.pixfuse, name).default
@@ -172,6 +173,17 @@ def differentiate(reference: Callable[..., Any]) -> tuple[Callable[..., None], C
         return tuple(found.get(i) for i in range(len(inputs)))
 
     return setup_context, backward
+
+
+def _without_autocast(reference: Callable[..., Any]) -> Callable[..., Any]:
+    """``reference`` computing in the dtype it chose, also in an autocast region (which would cast its convolutions)."""
+
+    @functools.wraps(reference)
+    def call(*args: Any) -> Any:
+        with torch._C._DisableAutocast():
+            return reference(*args)
+
+    return call
 
 
 def _triton_or_reference(room: str, name: str, reference: Callable[..., Any]) -> Callable[..., Any]:

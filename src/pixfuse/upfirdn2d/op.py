@@ -97,18 +97,31 @@ def resample(
 def check_tensors(op: str, x: Any, f: Any) -> None:
     """``x`` is an image and ``f`` a filter for it."""
     checks.image(op, x, (4,))
+    check_filter(op, "f", f, x)
+
+
+def check_filter(op: str, argument: str, f: Any, x: Tensor) -> None:
+    """``f`` is None or a filter for ``x``."""
     if f is None:
         return
     kind = "be None or a float32 tensor of shape [kh, kw] or [k]"
     if not isinstance(f, Tensor):
         got = checks.words(type(f).__name__)
-        checks.refuse(op, "f", kind, got, TypeError, remedy="call setup_filter")
+        checks.refuse(op, argument, kind, got, TypeError, remedy="call setup_filter")
     if f.dtype != compute_dtype(f) or f.dtype.itemsize > compute_dtype(x).itemsize:
-        checks.refuse(op, "f", kind, f, TypeError, remedy="call setup_filter")
-    checks.strided(op, "f", f)
+        checks.refuse(op, argument, kind, f, TypeError, remedy="call setup_filter")
+    checks.strided(op, argument, f)
     if f.dim() not in (1, 2) or f.numel() == 0:
-        checks.refuse(op, "f", kind, f, remedy="call setup_filter")
-    checks.same_device(op, x, f=f)
+        checks.refuse(op, argument, kind, f, remedy="call setup_filter")
+    checks.same_device(op, x, **{argument: f})
+
+
+def check_fixed_filter(op: str, argument: str, f: Any, x: Tensor) -> None:
+    """``f`` is None or a filter for ``x`` that asks for no gradient, which ``op`` does not have."""
+    check_filter(op, argument, f, x)
+    if f is not None and f.requires_grad:
+        got = checks.words("one that does")
+        checks.refuse(op, argument, "be a filter that requires no grad", got, remedy="pass it detached")
 
 
 def filter_size(f: Tensor | None) -> tuple[int, int]:
