@@ -14,7 +14,7 @@ from torch import Tensor
 from .._shared import checks
 from .._shared.batching import Rule, outputs, to_front
 from .._shared.layout import compute_dtype, empty, is_channels_last, to_layout
-from .._shared.library import define_op, differentiate
+from .._shared.library import Op, define_op, differentiate
 from .._shared.sharding import by_batch
 from . import reference
 
@@ -193,7 +193,7 @@ def _vmap(call: Any, images: tuple[int, ...], parameters: tuple[int, ...], group
     return rule
 
 
-_value = define_op(
+_value: Op = define_op(
     "group_norm(Tensor x, Tensor? weight, Tensor? bias, int num_groups, float eps, int act, bool round_before_act) "
     "-> (Tensor y, Tensor mean, Tensor rstd)",
     reference=reference.group_norm,
@@ -203,7 +203,7 @@ _value = define_op(
     vmap=_vmap(lambda *args: _value(*args), images=(0,), parameters=(1, 2), groups_at=3, sums=slice(0, 0)),
     sharding=by_batch(images=(0,), results=("image", "image", "image")),
 )
-_first = define_op(
+_first: Op = define_op(
     "group_norm_backward(Tensor dy, Tensor x, Tensor mean, Tensor rstd, Tensor? weight, Tensor? bias, int num_groups, "
     "int act, bool round_before_act, bool need_dx, bool need_dweight, bool need_dbias) "
     "-> (Tensor dx, Tensor dweight, Tensor dbias)",
