@@ -14,10 +14,13 @@ ifeq ($(COMPILER),)
 INSTALL := --config-settings=wheel.cmake=false
 endif
 
-.PHONY: test lint build clean
+.PHONY: demo test lint build bench abi clean
+
+demo: $(VENV)/package.stamp ## train a small network on photographs, on stock ops and on pixfuse
+	$(BIN)/pixfuse demo
 
 test: $(VENV)/test.stamp ## the whole test suite
-	$(BIN)/python -m pytest -q -n $(JOBS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist loadgroup
 
 lint: $(VENV)/test.stamp $(VENV)/lint.stamp ## ruff, clang-format, mypy
 	$(BIN)/ruff check
@@ -28,6 +31,12 @@ lint: $(VENV)/test.stamp $(VENV)/lint.stamp ## ruff, clang-format, mypy
 build: $(VENV)/torch.stamp ## the wheel, in dist/
 	$(BIN)/python -m pip --disable-pip-version-check wheel -q --no-deps -w dist $(INSTALL) .
 	@ls dist/*.whl
+
+bench: $(VENV)/test.stamp ## against PyTorch's own ops: make bench OP=group_norm
+	$(BIN)/pixfuse bench $(addprefix --op ,$(OP)) --html bench.html --json bench.json
+
+abi: $(VENV)/test.stamp ## the wheel: its tag, its contents, the symbols that its library needs
+	$(BIN)/python -m pytest -q tests/test_wheel.py
 
 clean: ## all that was made
 	rm -rf $(VENV) build dist src/pixfuse/_kernels.so
@@ -40,7 +49,7 @@ $(VENV)/torch.stamp:
 $(VENV)/package.stamp: $(VENV)/torch.stamp pyproject.toml CMakeLists.txt $(NATIVE)
 ifeq ($(COMPILER),)
 	@echo "No C++ compiler (c++, g++, clang++) found: installing without the CPU kernels."
-	@echo "Everything works and every op takes its reference, slow and right."
+	@echo "Everything works and every op takes its reference, slow and right; make demo then takes about NOCC."
 endif
 	$(PIP) $(INSTALL) -e '.[cli]'
 	@touch $@

@@ -1,19 +1,25 @@
 // filtered_lrelu on the CPU: value, tangent and adjoint by one kernel.
 //
-// A job computes a tile of the result for several images at once: a vector register holds one pixel of 16 planes (8 of
-// float64), taken from consecutive channels in channels_last, else from any planes or tiles by a transpose at load and
-// store. So every step is a sum of taps times whole vectors, with no tail and no shuffle, whatever the factors are:
-//   source rows -> horizontal taps -> ring of rows -> vertical taps, activation -> one row of the upsampled image
-//               -> horizontal taps -> ring of rows -> vertical taps -> a row of the result.
-// The rings and rows are all of the upsampled image that exists, and fit the first two caches. The adjoint is the same
-// pipeline with the filters exchanged, and the activation replaced by its factor, which a second pipeline from x gives.
-// Each number is the same sequence of operations in any tile and lane: batch and threads do not show.
+// A job computes a tile of the result for several images at once: a vector
+// register holds one pixel of 16 planes (8 of float64), taken from consecutive
+// channels in channels_last, else from any planes or tiles by a transpose at
+// load and store. So every step is a sum of taps times whole vectors, with no
+// tail and no shuffle, whatever the factors are:
+//   source rows -> horizontal taps -> ring of rows -> vertical taps, activation
+//   -> one row of the upsampled image
+//               -> horizontal taps -> ring of rows -> vertical taps -> a row of
+//               the result.
+// The rings and rows are all of the upsampled image that exists, and fit the
+// first two caches. The adjoint is the same pipeline with the filters
+// exchanged, and the activation replaced by its factor, which a second pipeline
+// from x gives. Each number is the same sequence of operations in any tile and
+// lane: batch and threads do not show.
+#include "cpu.h"
+
 #include <algorithm>
 #include <cstring>
 #include <limits>
 #include <numeric>
-
-#include "cpu.h"
 
 namespace pixfuse {
 namespace {
@@ -29,7 +35,8 @@ struct VectorOf {
 template <class A>
 using vec = typename VectorOf<A>::type;
 
-// --- the row functions -----------------------------------------------------------------------------------------
+// --- the row functions
+// -----------------------------------------------------------------------------------------
 
 enum Finish { kPlain, kActivate, kFactor };
 
@@ -38,7 +45,8 @@ struct Activation {
   A gain, gain_below, clamp;
 };
 
-// What becomes of a sum: itself; its activation; or its product with the derivative of the activation at `at`.
+// What becomes of a sum: itself; its activation; or its product with the
+// derivative of the activation at `at`.
 template <Finish finish, class A>
 PIXFUSE_INLINE void finish_sum(vec<A>& sum, const vec<A>* at, const Activation<A>& act) {
   if constexpr (finish == kActivate) {
@@ -54,11 +62,13 @@ PIXFUSE_INLINE void finish_sum(vec<A>& sum, const vec<A>* at, const Activation<A
   }
 }
 
-// to[i * to_step] = sum over k < n of taps[k] * from[k][i * from_step], in vectors; at goes along with to.
+// to[i * to_step] = sum over k < n of taps[k] * from[k][i * from_step], in
+// vectors; at goes along with to.
 template <Finish finish, class A>
 PIXFUSE_CLONES void fir(A* to_, int64_t to_step, const A* const* from, int64_t from_step, const A* taps, int64_t n,
                         int64_t count, const A* at_, Activation<A> act) {
-  constexpr int64_t kBlock = 6;  // sums at a time: enough to hide the latency, and they fit AVX2's registers
+  constexpr int64_t kBlock = 6;  // sums at a time: enough to hide the latency,
+                                 // and they fit AVX2's registers
   auto* to = reinterpret_cast<vec<A>*>(to_);
   auto* at = reinterpret_cast<const vec<A>*>(finish == kFactor ? at_ : to_);
   int64_t i = 0;
@@ -93,7 +103,8 @@ PIXFUSE_CLONES void fir(A* to_, int64_t to_step, const A* const* from, int64_t f
   }
 }
 
-// Rows of planes, [lane][stride], to pixels of lanes, [count][lane], or back: square transposes by repeated zips.
+// Rows of planes, [lane][stride], to pixels of lanes, [count][lane], or back:
+// square transposes by repeated zips.
 template <class A, bool to_lanes>
 PIXFUSE_CLONES void transpose(const A* from, A* to, int64_t stride, int64_t count) {
   constexpr int64_t L = kLanes<A>;
@@ -105,9 +116,8 @@ PIXFUSE_CLONES void transpose(const A* from, A* to, int64_t stride, int64_t coun
   }
   for (int64_t c = 0; c < count; c += L) {
     vec<A> a[L], b[L];
-    for (int64_t l = 0; l < L; ++l) {
+    for (int64_t l = 0; l < L; ++l)
       std::memcpy(&a[l], to_lanes ? from + l * stride + c : from + (c + l) * L, sizeof a[l]);
-    }
     for (int64_t step = 1; step < L; step *= 2) {
       for (int64_t l = 0; l < L / 2; ++l) {
         b[2 * l] = __builtin_shuffle(a[l], a[l + L / 2], low);
@@ -166,13 +176,15 @@ PIXFUSE_CLONES void store_pixels(const acc_t<T>* t, T* y, int64_t stride, int64_
   }
 }
 
-// --- filters and their phases ----------------------------------------------------------------------------------
+// --- filters and their phases
+// ----------------------------------------------------------------------------------
 
 inline int64_t modulo(int64_t a, int64_t n) { return (a % n + n) % n; }
 inline int64_t ceil_div(int64_t a, int64_t n) { return a > 0 ? (a + n - 1) / n : -(-a / n); }
 inline int64_t round_up(int64_t a, int64_t n) { return ceil_div(a, n) * n; }
 
-// Taps in the order in which they meet the image: x and y of a separable filter, or full [h, w]. The gain is in them.
+// Taps in the order in which they meet the image: x and y of a separable
+// filter, or full [h, w]. The gain is in them.
 template <class A>
 struct Filter {
   int64_t w = 1, h = 1;
@@ -210,13 +222,15 @@ struct Filter {
   }
 };
 
-// Upsampling by taps: the sample at position m sees tap p + up * k of source r + k, where p, its phase, and r follow
-// from m + p - pad = up * r. Per phase only the taps that meet a sample are kept.
+// Upsampling by taps: the sample at position m sees tap p + up * k of source r
+// + k, where p, its phase, and r follow from m + p - pad = up * r. Per phase
+// only the taps that meet a sample are kept.
 template <class A>
 struct Up {
   int64_t up, pad_x, pad_y;
   Filter<A> f;
-  std::vector<std::vector<A>> x, y, full;  // [phase], [phase], [phase_y * up + phase_x]
+  std::vector<std::vector<A>> x, y,
+      full;  // [phase], [phase], [phase_y * up + phase_x]
 
   Up(const std::optional<Tensor>& filter, int64_t up, int64_t pad_x, int64_t pad_y, bool flip, double gain)
       : up(up), pad_x(pad_x), pad_y(pad_y), f(filter, flip, gain), x(up), y(up), full(f.separable ? 0 : up * up) {
@@ -233,7 +247,8 @@ struct Up {
   int64_t columns(int64_t phase) const { return phase < f.w ? (f.w - phase - 1) / up + 1 : 0; }
 };
 
-// --- images and tiles ------------------------------------------------------------------------------------------
+// --- images and tiles
+// ------------------------------------------------------------------------------------------
 
 template <class T>
 struct Image {
@@ -252,7 +267,8 @@ struct Image {
         stride_w(t.stride(3)) {}
 };
 
-// Which planes and tiles the lanes of a job hold. As a block they are consecutive channels of one tile.
+// Which planes and tiles the lanes of a job hold. As a block they are
+// consecutive channels of one tile.
 template <class A>
 struct Lanes {
   int64_t count = 0;
@@ -298,7 +314,8 @@ class UpStage {
     return ceil_div(up.f.h, up.up) * ring + 2 * source;
   }
 
-  // Begin a tile whose first upsampled sample is (my[l], mx[l]) for lane l; all are congruent modulo the factor.
+  // Begin a tile whose first upsampled sample is (my[l], mx[l]) for lane l; all
+  // are congruent modulo the factor.
   void begin(Scratch<A>& scratch, const Lanes<A>& lanes, const int64_t* my, const int64_t* mx, int64_t width) {
     lanes_ = &lanes;
     width_ = width;
@@ -345,7 +362,8 @@ class UpStage {
   }
   A* ring_row(int64_t r) { return ring_ + r % rows_ * ring_width_ * L; }
 
-  // f(phase, first column of that phase, the source column it begins at, how many columns)
+  // f(phase, first column of that phase, the source column it begins at, how
+  // many columns)
   template <class F>
   void each_phase(const F& f) {
     for (int64_t phase = 0; phase < up_.up; ++phase) {
@@ -413,7 +431,8 @@ class UpStage {
   A *ring_ = nullptr, *pixels_ = nullptr, *planes_ = nullptr;
 };
 
-// Rows of the result from rows of the upsampled image: y[j] = sum over a of tap[a] * row[j * down + a].
+// Rows of the result from rows of the upsampled image: y[j] = sum over a of
+// tap[a] * row[j * down + a].
 template <class T>
 class DownStage {
   using A = acc_t<T>;
@@ -485,10 +504,12 @@ class DownStage {
   A *row_ = nullptr, *ring_ = nullptr, *result_ = nullptr, *planes_ = nullptr;
 };
 
-// --- the pipeline ----------------------------------------------------------------------------------------------
+// --- the pipeline
+// ----------------------------------------------------------------------------------------------
 
-// `from` through `main` up, and the factor at `x` through `factor` up where there is one, then `f` down by `down`.
-// The upsampled sample that meets tap 0 of result 0 has the position -pad.
+// `from` through `main` up, and the factor at `x` through `factor` up where
+// there is one, then `f` down by `down`. The upsampled sample that meets tap 0
+// of result 0 has the position -pad.
 template <class T>
 struct Problem {
   using A = acc_t<T>;
@@ -504,8 +525,9 @@ struct Problem {
   bool block;
 };
 
-// Tiles of about this many upsampled columns and rows of the result: the rings stay in the first two caches, and what
-// neighbouring tiles both compute stays small.
+// Tiles of about this many upsampled columns and rows of the result: the rings
+// stay in the first two caches, and what neighbouring tiles both compute stays
+// small.
 constexpr int64_t kUpsampledWidth = 96, kTileHeight = 128, kScratchBytes = 1 << 20;
 
 template <class T>
@@ -585,7 +607,8 @@ void run(const Problem<T>& p) {
   });
 }
 
-// --- the operators ---------------------------------------------------------------------------------------------
+// --- the operators
+// ---------------------------------------------------------------------------------------------
 
 struct Scalars {
   int64_t up, down, pad_x, pad_y, out_w, out_h;
@@ -609,7 +632,8 @@ void check(const Tensor& x, const std::optional<Tensor>& fu, const std::optional
   STD_TORCH_CHECK(!b || b->numel() == x.size(1), "filtered_lrelu: b must have ", x.size(1), " elements");
 }
 
-// Lanes are blocks of channels where these lie side by side and fill half a vector at least.
+// Lanes are blocks of channels where these lie side by side and fill half a
+// vector at least.
 template <class A>
 bool in_blocks(const Tensor& x, bool channels_last) {
   return channels_last && x.size(1) >= kLanes<A> / 2;
@@ -670,7 +694,8 @@ Tensor filtered_lrelu_backward_cpu(const Tensor& dy_any, const Tensor& x_any, co
   check(x_any, fu, fd, b, s);
   STD_TORCH_CHECK(dy_any.scalar_type() == x_any.scalar_type() && dy_any.dim() == 4 && dy_any.size(0) == x_any.size(0) &&
                       dy_any.size(1) == x_any.size(1) && dy_any.size(2) == out_h && dy_any.size(3) == out_w,
-                  "filtered_lrelu_backward: dy must have the dtype of x and the shape of y");
+                  "filtered_lrelu_backward: dy must have the dtype of x and "
+                  "the shape of y");
   const bool channels_last = is_channels_last(x_any);
   Tensor dx = empty_dense(x_any, sizes_of(x_any), channels_last);
   dispatch_floating(x_any.scalar_type(), [&](auto kind) {
