@@ -1,25 +1,20 @@
 // filtered_lrelu on the CPU: value, tangent and adjoint by one kernel.
 //
-// A job computes a tile of the result for several images at once: a vector
-// register holds one pixel of 16 planes (8 of float64), taken from consecutive
-// channels in channels_last, else from any planes or tiles by a transpose at
-// load and store. So every step is a sum of taps times whole vectors, with no
-// tail and no shuffle, whatever the factors are:
-//   source rows -> horizontal taps -> ring of rows -> vertical taps, activation
-//   -> one row of the upsampled image
-//               -> horizontal taps -> ring of rows -> vertical taps -> a row of
-//               the result.
-// The rings and rows are all of the upsampled image that exists, and fit the
-// first two caches. The adjoint is the same pipeline with the filters
-// exchanged, and the activation replaced by its factor, which a second pipeline
-// from x gives. Each number is the same sequence of operations in any tile and
-// lane: batch and threads do not show.
-#include "cpu.h"
-
+// A job computes a tile of the result for several images at once: a vector register holds one pixel of 16 planes (8 of
+// float64), taken from consecutive channels in channels_last, else from any planes or tiles by a transpose at load and
+// store. So every step is a sum of taps times whole vectors, with no tail and no shuffle, whatever the factors are:
+//   source rows -> horizontal taps -> ring of rows -> vertical taps, activation -> one row of the upsampled image
+//               -> horizontal taps -> ring of rows -> vertical taps -> a row of the result.
+// The rings and rows are all of the upsampled image that exists, and fit the first two caches. The adjoint is the same
+// pipeline with the filters exchanged, and the activation replaced by its factor, which a second pipeline from x gives.
+// Each number is the same sequence of operations in any tile and lane: batch and threads do not show.
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <limits>
 #include <numeric>
+
+#include "cpu.h"
 
 namespace pixfuse {
 namespace {
@@ -35,48 +30,20 @@ struct VectorOf {
 template <class A>
 using vec = typename VectorOf<A>::type;
 
-// --- the row functions
-// -----------------------------------------------------------------------------------------
+// --- the row functions -----------------------------------------------------------------------------------------
 
-enum Finish { kPlain, kActivate, kFactor };
-
+// to[i * to_step] = sum over k < n of taps[k] * from[k][i * from_step], in vectors.
 template <class A>
-struct Activation {
-  A gain, gain_below, clamp;
-};
-
-// What becomes of a sum: itself; its activation; or its product with the
-// derivative of the activation at `at`.
-template <Finish finish, class A>
-PIXFUSE_INLINE void finish_sum(vec<A>& sum, const vec<A>* at, const Activation<A>& act) {
-  if constexpr (finish == kActivate) {
-    sum = sum > 0 ? sum * act.gain : sum * act.gain_below;
-    const vec<A> most = vec<A>{} + act.clamp;
-    sum = sum > most ? most : sum;
-    sum = sum < -most ? -most : sum;
-  } else if constexpr (finish == kFactor) {
-    const vec<A> v = *at;
-    const vec<A> m = v > 0 ? vec<A>{} + act.gain : vec<A>{} + act.gain_below;
-    const vec<A> w = v * m, most = vec<A>{} + act.clamp;
-    sum = (w > most) | (w < -most) ? vec<A>{} : sum * m;
-  }
-}
-
-// to[i * to_step] = sum over k < n of taps[k] * from[k][i * from_step], in
-// vectors; at goes along with to.
-template <Finish finish, class A>
 PIXFUSE_CLONES void fir(A* to_, int64_t to_step, const A* const* from, int64_t from_step, const A* taps, int64_t n,
-                        int64_t count, const A* at_, Activation<A> act) {
-  constexpr int64_t kBlock = 6;  // sums at a time: enough to hide the latency,
-                                 // and they fit AVX2's registers
+                        int64_t count) {
+  constexpr int64_t kBlock = 6;  // sums at a time: enough to hide the latency, and they fit AVX2's registers
   auto* to = reinterpret_cast<vec<A>*>(to_);
-  auto* at = reinterpret_cast<const vec<A>*>(finish == kFactor ? at_ : to_);
   int64_t i = 0;
   for (; i + kBlock <= count; i += kBlock) {
     vec<A> s0{}, s1{}, s2{}, s3{}, s4{}, s5{};
     for (int64_t k = 0; k < n; ++k) {
       const auto* x = reinterpret_cast<const vec<A>*>(from[k]) + i * from_step;
-      const vec<A> tap = vec<A>{} + taps[k];
+      const vec<A> tap = taps[k] - vec<A>{};
       s0 += tap * x[0];
       s1 += tap * x[from_step];
       s2 += tap * x[2 * from_step];
@@ -85,26 +52,42 @@ PIXFUSE_CLONES void fir(A* to_, int64_t to_step, const A* const* from, int64_t f
       s5 += tap * x[5 * from_step];
     }
     vec<A>* y = to + i * to_step;
-    const vec<A>* a = at + i * to_step;
-    finish_sum<finish, A>(s0, a, act), y[0] = s0;
-    finish_sum<finish, A>(s1, a + to_step, act), y[to_step] = s1;
-    finish_sum<finish, A>(s2, a + 2 * to_step, act), y[2 * to_step] = s2;
-    finish_sum<finish, A>(s3, a + 3 * to_step, act), y[3 * to_step] = s3;
-    finish_sum<finish, A>(s4, a + 4 * to_step, act), y[4 * to_step] = s4;
-    finish_sum<finish, A>(s5, a + 5 * to_step, act), y[5 * to_step] = s5;
+    y[0] = s0, y[to_step] = s1, y[2 * to_step] = s2, y[3 * to_step] = s3, y[4 * to_step] = s4, y[5 * to_step] = s5;
   }
   for (; i < count; ++i) {
     vec<A> sum{};
     for (int64_t k = 0; k < n; ++k) {
-      sum += (vec<A>{} + taps[k]) * reinterpret_cast<const vec<A>*>(from[k])[i * from_step];
+      sum += (taps[k] - vec<A>{}) * reinterpret_cast<const vec<A>*>(from[k])[i * from_step];
     }
-    finish_sum<finish, A>(sum, at + i * to_step, act);
     to[i * to_step] = sum;
   }
 }
 
-// Rows of planes, [lane][stride], to pixels of lanes, [count][lane], or back:
-// square transposes by repeated zips.
+template <class A>
+struct Activation {
+  A gain, gain_below, clamp;
+};
+
+// t -> its activation.
+template <class A>
+PIXFUSE_CLONES void activate_row(A* t, int64_t n, Activation<A> act) {
+  for (int64_t i = 0; i < n; ++i) {
+    A w = t[i] * (t[i] > 0 ? act.gain : act.gain_below);
+    w = w > act.clamp ? act.clamp : w;
+    t[i] = w < -act.clamp ? -act.clamp : w;
+  }
+}
+
+// t *= the derivative of the activation at v.
+template <class A>
+PIXFUSE_CLONES void factor_row(A* t, const A* v, int64_t n, Activation<A> act) {
+  for (int64_t i = 0; i < n; ++i) {
+    const A m = v[i] > 0 ? act.gain : act.gain_below;
+    t[i] = std::fabs(v[i] * m) > act.clamp ? A(0) : t[i] * m;
+  }
+}
+
+// Rows of planes, [lane][stride], to pixels of lanes, [count][lane], or back: square transposes by repeated zips.
 template <class A, bool to_lanes>
 PIXFUSE_CLONES void transpose(const A* from, A* to, int64_t stride, int64_t count) {
   constexpr int64_t L = kLanes<A>;
@@ -116,8 +99,9 @@ PIXFUSE_CLONES void transpose(const A* from, A* to, int64_t stride, int64_t coun
   }
   for (int64_t c = 0; c < count; c += L) {
     vec<A> a[L], b[L];
-    for (int64_t l = 0; l < L; ++l)
+    for (int64_t l = 0; l < L; ++l) {
       std::memcpy(&a[l], to_lanes ? from + l * stride + c : from + (c + l) * L, sizeof a[l]);
+    }
     for (int64_t step = 1; step < L; step *= 2) {
       for (int64_t l = 0; l < L / 2; ++l) {
         b[2 * l] = __builtin_shuffle(a[l], a[l + L / 2], low);
@@ -176,15 +160,13 @@ PIXFUSE_CLONES void store_pixels(const acc_t<T>* t, T* y, int64_t stride, int64_
   }
 }
 
-// --- filters and their phases
-// ----------------------------------------------------------------------------------
+// --- filters and their phases ----------------------------------------------------------------------------------
 
 inline int64_t modulo(int64_t a, int64_t n) { return (a % n + n) % n; }
 inline int64_t ceil_div(int64_t a, int64_t n) { return a > 0 ? (a + n - 1) / n : -(-a / n); }
 inline int64_t round_up(int64_t a, int64_t n) { return ceil_div(a, n) * n; }
 
-// Taps in the order in which they meet the image: x and y of a separable
-// filter, or full [h, w]. The gain is in them.
+// Taps in the order in which they meet the image: x and y of a separable filter, or full [h, w]. The gain is in them.
 template <class A>
 struct Filter {
   int64_t w = 1, h = 1;
@@ -222,15 +204,13 @@ struct Filter {
   }
 };
 
-// Upsampling by taps: the sample at position m sees tap p + up * k of source r
-// + k, where p, its phase, and r follow from m + p - pad = up * r. Per phase
-// only the taps that meet a sample are kept.
+// Upsampling by taps: the sample at position m sees tap p + up * k of source r + k, where p, its phase, and r follow
+// from m + p - pad = up * r. Per phase only the taps that meet a sample are kept.
 template <class A>
 struct Up {
   int64_t up, pad_x, pad_y;
   Filter<A> f;
-  std::vector<std::vector<A>> x, y,
-      full;  // [phase], [phase], [phase_y * up + phase_x]
+  std::vector<std::vector<A>> x, y, full;  // [phase], [phase], [phase_y * up + phase_x]
 
   Up(const std::optional<Tensor>& filter, int64_t up, int64_t pad_x, int64_t pad_y, bool flip, double gain)
       : up(up), pad_x(pad_x), pad_y(pad_y), f(filter, flip, gain), x(up), y(up), full(f.separable ? 0 : up * up) {
@@ -247,8 +227,7 @@ struct Up {
   int64_t columns(int64_t phase) const { return phase < f.w ? (f.w - phase - 1) / up + 1 : 0; }
 };
 
-// --- images and tiles
-// ------------------------------------------------------------------------------------------
+// --- images and tiles ------------------------------------------------------------------------------------------
 
 template <class T>
 struct Image {
@@ -267,8 +246,7 @@ struct Image {
         stride_w(t.stride(3)) {}
 };
 
-// Which planes and tiles the lanes of a job hold. As a block they are
-// consecutive channels of one tile.
+// Which planes and tiles the lanes of a job hold. As a block they are consecutive channels of one tile.
 template <class A>
 struct Lanes {
   int64_t count = 0;
@@ -314,8 +292,7 @@ class UpStage {
     return ceil_div(up.f.h, up.up) * ring + 2 * source;
   }
 
-  // Begin a tile whose first upsampled sample is (my[l], mx[l]) for lane l; all
-  // are congruent modulo the factor.
+  // Begin a tile whose first upsampled sample is (my[l], mx[l]) for lane l; all are congruent modulo the factor.
   void begin(Scratch<A>& scratch, const Lanes<A>& lanes, const int64_t* my, const int64_t* mx, int64_t width) {
     lanes_ = &lanes;
     width_ = width;
@@ -336,14 +313,13 @@ class UpStage {
   }
 
   // The upsampled row i of the tile. Rows are asked for in rising order.
-  template <Finish finish>
-  void row(int64_t i, A* to, const A* at, const Activation<A>& act) {
+  void row(int64_t i, A* to) {
     const int64_t phase = modulo(offset_y_ - i, up_.up), first = ceil_div(i - offset_y_, up_.up);
     const int64_t rows = up_.rows(phase);
     for (next_ = std::max(next_, first); next_ < first + rows; ++next_) read(next_);
     if (up_.f.separable) {
       for (int64_t k = 0; k < rows; ++k) pointers_[k] = ring_row(first + k);
-      fir<finish, A>(to, 1, pointers_.data(), 1, up_.y[phase].data(), rows, width_, at, act);
+      fir(to, 1, pointers_.data(), 1, up_.y[phase].data(), rows, width_);
       return;
     }
     each_phase([&](int64_t phase_x, int64_t start, int64_t source, int64_t count) {
@@ -352,7 +328,7 @@ class UpStage {
         for (int64_t b = 0; b < columns; ++b) pointers_[k++] = ring_row(first + a) + (source + b) * L;
       }
       const A* taps = up_.full[phase * up_.up + phase_x].data();
-      fir<finish, A>(to + start * L, up_.up, pointers_.data(), 1, taps, rows * columns, count, at + start * L, act);
+      fir(to + start * L, up_.up, pointers_.data(), 1, taps, rows * columns, count);
     });
   }
 
@@ -362,8 +338,7 @@ class UpStage {
   }
   A* ring_row(int64_t r) { return ring_ + r % rows_ * ring_width_ * L; }
 
-  // f(phase, first column of that phase, the source column it begins at, how
-  // many columns)
+  // f(phase, first column of that phase, the source column it begins at, how many columns)
   template <class F>
   void each_phase(const F& f) {
     for (int64_t phase = 0; phase < up_.up; ++phase) {
@@ -389,7 +364,7 @@ class UpStage {
       const int64_t columns = up_.columns(phase);
       for (int64_t b = 0; b < columns; ++b) pointers_[b] = pixels + (source + b) * L;
       const A* taps = up_.x[phase].data();
-      fir<kPlain, A>(ring + start * L, up_.up, pointers_.data(), 1, taps, columns, count, nullptr, {});
+      fir(ring + start * L, up_.up, pointers_.data(), 1, taps, columns, count);
     });
   }
 
@@ -431,8 +406,7 @@ class UpStage {
   A *ring_ = nullptr, *pixels_ = nullptr, *planes_ = nullptr;
 };
 
-// Rows of the result from rows of the upsampled image: y[j] = sum over a of
-// tap[a] * row[j * down + a].
+// Rows of the result from rows of the upsampled image: y[j] = sum over a of tap[a] * row[j * down + a].
 template <class T>
 class DownStage {
   using A = acc_t<T>;
@@ -464,19 +438,19 @@ class DownStage {
   void push(int64_t i) {
     if (!f_.separable) return;
     for (int64_t b = 0; b < f_.w; ++b) pointers_[b] = row_ + b * L;
-    fir<kPlain, A>(ring_row(i), 1, pointers_.data(), down_, f_.x.data(), f_.w, width_, nullptr, {});
+    fir(ring_row(i), 1, pointers_.data(), down_, f_.x.data(), f_.w, width_);
   }
 
   // Write row j of the result.
   void emit(int64_t j, const Lanes<A>& lanes, const Image<T>& y) {
     if (f_.separable) {
       for (int64_t a = 0; a < f_.h; ++a) pointers_[a] = ring_row(j * down_ + a);
-      fir<kPlain, A>(result_, 1, pointers_.data(), 1, f_.y.data(), f_.h, width_, nullptr, {});
+      fir(result_, 1, pointers_.data(), 1, f_.y.data(), f_.h, width_);
     } else {
       for (int64_t a = 0; a < f_.h; ++a) {
         for (int64_t b = 0; b < f_.w; ++b) pointers_[a * f_.w + b] = ring_row(j * down_ + a) + b * L;
       }
-      fir<kPlain, A>(result_, 1, pointers_.data(), down_, f_.full.data(), f_.w * f_.h, width_, nullptr, {});
+      fir(result_, 1, pointers_.data(), down_, f_.full.data(), f_.w * f_.h, width_);
     }
     auto target = [&](int64_t l) {
       return y.at + lanes.n[l] * y.stride_n + lanes.c[l] * y.stride_c + (lanes.y0[l] + j) * y.stride_h +
@@ -504,12 +478,10 @@ class DownStage {
   A *row_ = nullptr, *ring_ = nullptr, *result_ = nullptr, *planes_ = nullptr;
 };
 
-// --- the pipeline
-// ----------------------------------------------------------------------------------------------
+// --- the pipeline ----------------------------------------------------------------------------------------------
 
-// `from` through `main` up, and the factor at `x` through `factor` up where
-// there is one, then `f` down by `down`. The upsampled sample that meets tap 0
-// of result 0 has the position -pad.
+// `from` through `main` up, and the factor at `x` through `factor` up where there is one, then `f` down by `down`.
+// The upsampled sample that meets tap 0 of result 0 has the position -pad.
 template <class T>
 struct Problem {
   using A = acc_t<T>;
@@ -525,9 +497,8 @@ struct Problem {
   bool block;
 };
 
-// Tiles of about this many upsampled columns and rows of the result: the rings
-// stay in the first two caches, and what neighbouring tiles both compute stays
-// small.
+// Tiles of about this many upsampled columns and rows of the result: the rings stay in the first two caches, and what
+// neighbouring tiles both compute stays small.
 constexpr int64_t kUpsampledWidth = 96, kTileHeight = 128, kScratchBytes = 1 << 20;
 
 template <class T>
@@ -594,11 +565,13 @@ void run(const Problem<T>& p) {
       }
       for (int64_t i = 0; i < high; ++i) {
         if (i % p.down >= p.f.h) continue;  // no tap meets this row
+        A* row = down.row(i);
+        main.row(i, row);
         if (p.x) {
-          factor.template row<kPlain>(i, at, nullptr, p.act);
-          main.template row<kFactor>(i, down.row(i), at, p.act);
+          factor.row(i, at);
+          factor_row(row, at, wide * L, p.act);
         } else {
-          main.template row<kActivate>(i, down.row(i), nullptr, p.act);
+          activate_row(row, wide * L, p.act);
         }
         down.push(i);
         if (i >= p.f.h - 1 && (i - p.f.h + 1) % p.down == 0) down.emit((i - p.f.h + 1) / p.down, lanes, y);
@@ -607,8 +580,7 @@ void run(const Problem<T>& p) {
   });
 }
 
-// --- the operators
-// ---------------------------------------------------------------------------------------------
+// --- the operators ---------------------------------------------------------------------------------------------
 
 struct Scalars {
   int64_t up, down, pad_x, pad_y, out_w, out_h;
@@ -632,8 +604,7 @@ void check(const Tensor& x, const std::optional<Tensor>& fu, const std::optional
   STD_TORCH_CHECK(!b || b->numel() == x.size(1), "filtered_lrelu: b must have ", x.size(1), " elements");
 }
 
-// Lanes are blocks of channels where these lie side by side and fill half a
-// vector at least.
+// Lanes are blocks of channels where these lie side by side and fill half a vector at least.
 template <class A>
 bool in_blocks(const Tensor& x, bool channels_last) {
   return channels_last && x.size(1) >= kLanes<A> / 2;
@@ -694,8 +665,7 @@ Tensor filtered_lrelu_backward_cpu(const Tensor& dy_any, const Tensor& x_any, co
   check(x_any, fu, fd, b, s);
   STD_TORCH_CHECK(dy_any.scalar_type() == x_any.scalar_type() && dy_any.dim() == 4 && dy_any.size(0) == x_any.size(0) &&
                       dy_any.size(1) == x_any.size(1) && dy_any.size(2) == out_h && dy_any.size(3) == out_w,
-                  "filtered_lrelu_backward: dy must have the dtype of x and "
-                  "the shape of y");
+                  "filtered_lrelu_backward: dy must have the dtype of x and the shape of y");
   const bool channels_last = is_channels_last(x_any);
   Tensor dx = empty_dense(x_any, sizes_of(x_any), channels_last);
   dispatch_floating(x_any.scalar_type(), [&](auto kind) {
