@@ -1,7 +1,9 @@
 """Fused, deterministic image-network ops for PyTorch, on CPU and GPU, without a toolchain at run time."""
 
+from . import compat
 from ._shared.library import backend, load_kernels
 from .bias_act import bias_act
+from .conv2d_resample import conv2d_resample, modulated_conv2d
 from .filtered_lrelu import filtered_lrelu
 from .group_norm import group_norm
 from .upfirdn2d import downsample2d, filter2d, setup_filter, upfirdn2d, upsample2d
@@ -11,11 +13,14 @@ __version__ = "0.1.0"
 __all__ = [
     "backend",
     "bias_act",
+    "compat",
+    "conv2d_resample",
     "downsample2d",
     "filter2d",
     "filtered_lrelu",
     "group_norm",
     "interpolate",
+    "modulated_conv2d",
     "setup_filter",
     "upfirdn2d",
     "upsample2d",

@@ -11,6 +11,8 @@ try:
 except ModuleNotFoundError:  # an install without the extra
     sys.exit("pixfuse: the command line needs a few more packages: pip install 'pixfuse[cli]'")
 
+from .run import register as register_run
+
 app = typer.Typer(
     name="pixfuse",
     help="Image-network ops for PyTorch: check this machine, see them train a network, resize pictures, measure.",
@@ -54,6 +56,9 @@ def doctor(
     from .doctor import run
 
     raise typer.Exit(run(as_json=json, devices=device))
+
+
+register_run(app)
 
 
 @app.command()

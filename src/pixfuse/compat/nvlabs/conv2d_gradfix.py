@@ -1,0 +1,63 @@
+"""``torch_utils.ops.conv2d_gradfix``: convolutions to any order, and gradients without those of the weights.
+
+What pixfuse does better on purpose:
+
+* ``no_weight_gradients`` works: on every PyTorch and device, in ``conv2d_resample`` and ``modulated_conv2d`` too. It
+  keeps to its thread, and an exception inside does not leave it on.
+* The second order is cheap on every PyTorch. ``enabled`` may be set as before; nothing depends on it.
+* ``padding="same"`` and ``"valid"`` are supported.
+
+Inside ``torch.compile`` and ``torch.func`` the convolutions are PyTorch's own, which compute the gradients asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch import Tensor
+
+from ..._shared import checks, conv
+
+__all__ = ["conv2d", "conv_transpose2d", "enabled", "no_weight_gradients"]
+
+enabled = False
+
+
+def __getattr__(name: str) -> Any:
+    if name == "weight_gradients_disabled":
+        return conv.weight_gradients_disabled()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def no_weight_gradients(disable: bool = True) -> AbstractContextManager[None]:
+    """A context in which backward passes leave the gradients of convolution weights None."""
+    return conv.no_weight_gradients(checks.flag("no_weight_gradients", "disable", disable))
+
+
+def conv2d(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: int | Sequence[int] = 1,
+    padding: int | Sequence[int] | str = 0,
+    dilation: int | Sequence[int] = 1,
+    groups: int = 1,
+) -> Tensor:
+    """The values of :func:`torch.nn.functional.conv2d`."""
+    return conv.conv2d(input, weight, bias, stride, padding, dilation, groups)
+
+
+def conv_transpose2d(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: int | Sequence[int] = 1,
+    padding: int | Sequence[int] = 0,
+    output_padding: int | Sequence[int] = 0,
+    groups: int = 1,
+    dilation: int | Sequence[int] = 1,
+) -> Tensor:
+    """The values of :func:`torch.nn.functional.conv_transpose2d`."""
+    return conv.conv_transpose2d(input, weight, bias, stride, padding, output_padding, groups, dilation)

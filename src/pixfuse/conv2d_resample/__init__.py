@@ -1,0 +1,5 @@
+"""Convolutions with resampling, and the modulated convolution of StyleGAN2: compositions, without kernels."""
+
+from .op import conv2d_resample, modulated_conv2d
+
+__all__ = ["conv2d_resample", "modulated_conv2d"]

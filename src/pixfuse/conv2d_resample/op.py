@@ -1,0 +1,297 @@
+"""The public functions ``conv2d_resample`` and ``modulated_conv2d``: compositions of convolutions and ``upfirdn2d``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._shared import checks
+from .._shared.conv import conv2d, conv_transpose2d
+from .._shared.layout import compute_dtype
+from ..upfirdn2d import upfirdn2d
+from ..upfirdn2d.op import Quad, check_fixed_filter, filter_size, parse_padding
+
+_EPS = 1e-8
+
+
+def conv2d_resample(
+    x: Tensor,
+    w: Tensor,
+    f: Tensor | None = None,
+    up: int = 1,
+    down: int = 1,
+    padding: int | Sequence[int] = 0,
+    groups: int = 1,
+    flip_weight: bool = True,
+    flip_filter: bool = False,
+) -> Tensor:
+    """Convolve with optional upsampling before and downsampling after, the filters' padding included.
+
+    1. insert ``up - 1`` zeros after every sample, pad, and if ``up > 1`` filter with ``f``, times ``up**2``
+    2. convolve with ``w``, without padding
+    3. if ``down > 1`` filter with ``f``, and keep every ``down``-th row and column
+
+    The padding is ``padding`` plus what ``upsample2d`` and ``downsample2d`` add for ``f``, all at the start. Linear
+    steps change places where that saves work: 1x1 convolutions run at the low resolution, others as strided or
+    transposed ones. Differentiable in ``x`` and ``w`` any number of times.
+
+    Args:
+        x: floating tensor ``[N, C, H, W]``.
+        w: weight ``[out, C / groups, kh, kw]`` of the dtype of ``x`` (any floating dtype under autocast).
+        f: float32 filter ``[fh, fw]`` or ``[k]`` (see ``setup_filter``), or None for one tap of 1; not
+            differentiable.
+        up: upsampling factor, at least 1.
+        down: downsampling factor, at least 1.
+        padding: one int, ``[x, y]`` or ``[x0, x1, y0, y1]``, counted in upsampled positions; negative numbers crop.
+        groups: number of groups of channels, as in ``torch.nn.functional.conv2d``.
+        flip_weight: True correlates with ``w``, as PyTorch does; False convolves.
+        flip_filter: False convolves with ``f``; True correlates.
+
+    Returns:
+        ``[N, out, (H * up + y0 + y1 - kh + 1) // down, (W * up + x0 + x1 - kw + 1) // down]`` with the numbers of
+        ``padding``; the dtype of ``x``, or that of convolutions under autocast.
+
+    Raises:
+        TypeError: an argument is of the wrong kind, or a tensor is not floating.
+        ValueError: a size, range, dtype or device does not fit, or the result would be empty.
+
+    Source: Karras et al., "Analyzing and Improving the Image Quality of StyleGAN" (2020).
+
+    Example:
+        >>> import torch, pixfuse
+        >>> x, w = torch.ones(1, 3, 4, 4), torch.ones(8, 3, 3, 3)
+        >>> pixfuse.conv2d_resample(x, w, pixfuse.setup_filter([1, 3, 3, 1]), up=2, padding=1).shape
+        torch.Size([1, 8, 8, 8])
+    """
+    op = "conv2d_resample"
+    groups = checks.integer(op, "groups", groups, 1)
+    _check_flags(op, flip_weight=flip_weight, flip_filter=flip_filter)
+    _check_pair(op, x, "w", w, groups)
+    if not torch.is_autocast_enabled(x.device.type) and w.dtype != x.dtype:
+        checks.refuse(op, "w", f"have the dtype of x ({checks.dtype_name(x.dtype)})", w)
+    up, down, pads = _geometry(op, x, w, f, up, down, padding)
+    return _resampled(x, w, f, up, down, pads, groups, flip_weight, flip_filter)
+
+
+def modulated_conv2d(
+    x: Tensor,
+    weight: Tensor,
+    styles: Tensor,
+    noise: Tensor | None = None,
+    up: int = 1,
+    down: int = 1,
+    padding: int | Sequence[int] = 0,
+    resample_filter: Tensor | None = None,
+    demodulate: bool = True,
+    flip_weight: bool = True,
+    fused_modconv: bool = True,
+) -> Tensor:
+    """Convolution whose weight is scaled per image by a style, the style block of StyleGAN2.
+
+    1. ``w[n] = weight * styles[n]`` along the input channels
+    2. with ``demodulate``: divide ``w[n]`` by ``sqrt(sum(w[n]**2) + 1e-8)`` per output channel
+    3. ``conv2d_resample`` of image ``n`` with ``w[n]``, then add ``noise``
+
+    The factors are computed in float32 (float64 for float64) whatever the dtype of ``x``. For 16-bit ``x`` they are
+    normalised first (which demodulation undoes), so that no product overflows.
+
+    Args:
+        x: floating tensor ``[N, C, H, W]``.
+        weight: ``[out, C, kh, kw]`` of any floating dtype.
+        styles: ``[N, C]`` of any floating dtype.
+        noise: added to the result, of a shape that broadcasts to it, or None.
+        up: see ``conv2d_resample``.
+        down: see ``conv2d_resample``.
+        padding: see ``conv2d_resample``.
+        resample_filter: ``f`` of ``conv2d_resample``.
+        demodulate: whether to normalise the weights (step 2).
+        flip_weight: see ``conv2d_resample``.
+        fused_modconv: scale the weights and convolve with a group per image; False scales the images before and
+            after one shared convolution instead. The same numbers up to rounding, at another speed.
+
+    Returns:
+        the tensor that ``conv2d_resample`` gives.
+
+    Raises:
+        TypeError: an argument is of the wrong kind, or a tensor is not floating.
+        ValueError: a size, range, dtype or device does not fit, or the result would be empty.
+
+    Source: Karras et al., "Analyzing and Improving the Image Quality of StyleGAN" (2020), section 2.2.
+
+    Example:
+        >>> import torch, pixfuse
+        >>> x, weight, styles = torch.ones(2, 3, 4, 4), torch.ones(8, 3, 3, 3), torch.ones(2, 3)
+        >>> pixfuse.modulated_conv2d(x, weight, styles, padding=1).shape
+        torch.Size([2, 8, 4, 4])
+    """
+    op = "modulated_conv2d"
+    _check_flags(op, demodulate=demodulate, flip_weight=flip_weight, fused_modconv=fused_modconv)
+    _check_pair(op, x, "weight", weight, 1)
+    checks.floating(op, "styles", styles)
+    if styles.dim() != 2 or styles.shape[0] != x.shape[0] or styles.shape[1] != x.shape[1]:
+        wanted = f"have shape [{x.shape[0]}, {x.shape[1]}] (images and channels of x)"
+        checks.refuse(op, "styles", wanted, checks.words(f"shape {list(styles.shape)}"))
+    up, down, pads = _geometry(op, x, weight, resample_filter, up, down, padding, "resample_filter")
+    if noise is not None:
+        _check_noise(op, noise, x, weight, resample_filter, up, down, pads)
+    checks.same_device(op, x, styles=styles, noise=noise)
+
+    w, s, d = _factors(x, weight, styles, demodulate)
+    n, c, h, width = x.shape
+    conv = (resample_filter, up, down, pads)
+    if not fused_modconv or 0 in (n, c, weight.shape[0]):
+        y = _resampled(x * s.to(x.dtype)[:, :, None, None], w.to(x.dtype), *conv, 1, flip_weight, False)
+        if d is not None:
+            y = y * d.to(y.dtype)[:, :, None, None]
+    else:
+        w = w * s[:, None, :, None, None]
+        if d is not None:
+            w = w * d[:, :, None, None, None]
+        y = _resampled(x.reshape(1, n * c, h, width), w.to(x.dtype).flatten(0, 1), *conv, n, flip_weight, False)
+        y = y.reshape(n, -1, *y.shape[2:])
+    return y if noise is None else y + noise.to(y.dtype)
+
+
+def _factors(x: Tensor, weight: Tensor, styles: Tensor, demodulate: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Weight, styles and the demodulation ``[N, out]``, such that the result is ``demodulation * (w * (s * x))``.
+
+    In 16 bits ``w`` and ``s`` come divided by their largest magnitude (``w`` also by the root of its terms). The
+    demodulation multiplies it back, so the result does not depend on it: it counts as a constant for the gradients.
+    """
+    with torch.autocast(x.device.type, enabled=False):
+        w, s = weight.to(compute_dtype(x)), styles.to(compute_dtype(x))
+        if not demodulate:
+            return w, s, None
+        eps: Any = _EPS
+        if x.dtype.itemsize == 2 and w.numel() > 0 and s.numel() > 0:
+            tiny = torch.finfo(w.dtype).tiny
+            largest_w = w.detach().abs().amax((1, 2, 3), keepdim=True).clamp(min=tiny) * w[0].numel() ** 0.5
+            largest_s = s.detach().abs().amax(1, keepdim=True).clamp(min=tiny)
+            w, s = w / largest_w, s / largest_s
+            eps = (_EPS**0.5 / largest_s / largest_w.reshape(1, -1)).square()
+        power = s.square() @ w.square().sum((2, 3)).mT
+        return w, s, (power + eps).rsqrt()
+
+
+def _resampled(
+    x: Tensor,
+    w: Tensor,
+    f: Tensor | None,
+    up: int,
+    down: int,
+    pads: Quad,
+    groups: int,
+    flip_weight: bool,
+    flip_filter: bool,
+) -> Tensor:
+    """The formula of ``reference.conv2d_resample`` with its linear steps in the cheapest order."""
+    kh, kw = w.shape[2:]
+    x0, x1, y0, y1 = pads
+    if x.numel() == 0 or w.numel() == 0:  # convolutions refuse some of these
+        height, width = _sizes(x, w, f, up, down, pads)
+        return (x.sum() + w.sum()).expand(x.shape[0], w.shape[0], height, width).contiguous()
+    if up == 1 and (down == 1 or f is None):  # no filter at all
+        if x0 == x1 >= 0 and y0 == y1 >= 0:
+            return _conv(x, w, down, (y0, x0), groups, flip_weight)
+        return _conv(upfirdn2d(x, None, padding=pads), w, down, (0, 0), groups, flip_weight)
+    if up == 1:
+        if kh == kw == 1:  # filter and decimate first
+            return _conv(upfirdn2d(x, f, 1, down, pads, flip_filter), w, 1, (0, 0), groups, flip_weight)
+        return _conv(upfirdn2d(x, f, 1, 1, pads, flip_filter), w, down, (0, 0), groups, flip_weight)
+
+    if kh == kw == 1:  # convolve before inserting zeros
+        y = upfirdn2d(_conv(x, w, 1, (0, 0), groups, flip_weight), f, up, 1, pads, flip_filter, up**2)
+    else:
+        # The transposed convolution inserts the zeros and pads by k - 1 - inner on all sides (leaving out the zeros
+        # after the last sample); the filter's step pads what is then lacking, or crops what is too much.
+        x0, x1, y0, y1 = x0 - (kw - 1), x1 - (kw - up), y0 - (kh - 1), y1 - (kh - up)
+        inner_x, inner_y = max(min(-x0, -x1, kw - 1), 0), max(min(-y0, -y1, kh - 1), 0)
+        y = _conv_transposed(x, w, up, (inner_y, inner_x), groups, flip_weight)
+        rest = (x0 + inner_x, x1 + inner_x, y0 + inner_y, y1 + inner_y)
+        y = upfirdn2d(y, f, 1, 1, rest, flip_filter, up**2)
+    return y if down == 1 else upfirdn2d(y, f, 1, down, 0, flip_filter)
+
+
+def _conv(x: Tensor, w: Tensor, stride: int, padding: tuple[int, int], groups: int, flip_weight: bool) -> Tensor:
+    w = w if flip_weight or w.shape[2] == w.shape[3] == 1 else w.flip(2, 3)
+    return conv2d(x, w, stride=stride, padding=padding, groups=groups)
+
+
+def _conv_transposed(
+    x: Tensor, w: Tensor, stride: int, padding: tuple[int, int], groups: int, flip_weight: bool
+) -> Tensor:
+    """Convolution of ``x`` with ``stride - 1`` zeros between its samples; a transposed one scatters, so convolves."""
+    w = w.flip(2, 3) if flip_weight else w
+    w = w.unflatten(0, (groups, -1)).transpose(1, 2).flatten(0, 1)  # [in, out / groups, kh, kw]
+    return conv_transpose2d(x, w, stride=stride, padding=padding, groups=groups)
+
+
+# --- checks ---------------------------------------------------------------------------------------------------
+
+
+def _check_flags(op: str, **flags: Any) -> None:
+    for name, value in flags.items():
+        checks.flag(op, name, value)
+
+
+def _check_pair(op: str, x: Any, name: str, w: Any, groups: int) -> None:
+    """``x`` is an image, and ``w`` a weight for it."""
+    checks.image(op, x, (4,))
+    checks.floating(op, name, w)
+    shape = checks.words(f"shape {list(w.shape)}")
+    if w.dim() != 4 or 0 in w.shape[2:]:
+        checks.refuse(op, name, "be 4-D ([out, in / groups, kh, kw]) with at least one tap", shape)
+    if x.shape[1] != w.shape[1] * groups:
+        wanted = f"have {x.shape[1]} / {groups} input channels (channels of x / groups)"
+        checks.refuse(op, name, wanted, shape)
+    if w.shape[0] % groups:
+        checks.refuse(op, "groups", f"divide the {w.shape[0]} output channels of {name}", groups)
+    checks.same_device(op, x, **{name: w})
+
+
+def _geometry(
+    op: str, x: Tensor, w: Tensor, f: Any, up: Any, down: Any, padding: Any, name: str = "f"
+) -> tuple[int, int, Quad]:
+    """Factors, and the padding with the filters' own: ``(x0, x1, y0, y1)``. Checks them, ``f`` and the size."""
+    up, down = checks.integer(op, "up", up, 1), checks.integer(op, "down", down, 1)
+    given = parse_padding(op, padding)
+    check_fixed_filter(op, name, f, x)
+    pads = list(given)
+    for axis, k in enumerate(filter_size(f)):
+        if up > 1:
+            pads[2 * axis] += (k + up - 1) // 2
+            pads[2 * axis + 1] += (k - up) // 2
+        if down > 1:
+            pads[2 * axis] += (k - down + 1) // 2
+            pads[2 * axis + 1] += (k - down) // 2
+    quad: Quad = (pads[0], pads[1], pads[2], pads[3])
+    height, width = _sizes(x, w, f, up, down, quad)
+    if height < 1 or width < 1:
+        got = checks.words(f"{list(given)} for x of shape {list(x.shape)} and a weight of shape {list(w.shape)}")
+        checks.refuse(op, "padding", "leave at least one output sample", got)
+    return up, down, quad
+
+
+def _sizes(x: Tensor, w: Tensor, f: Tensor | None, up: int, down: int, pads: Quad) -> tuple[Any, Any]:
+    """Height and width of the result."""
+    fw, fh = filter_size(f)
+    taps = (up > 1) + (down > 1)
+    height = x.shape[2] * up + pads[2] + pads[3] - (w.shape[2] - 1) - taps * (fh - 1)
+    width = x.shape[3] * up + pads[0] + pads[1] - (w.shape[3] - 1) - taps * (fw - 1)
+    return (height - 1) // down + 1, (width - 1) // down + 1
+
+
+def _check_noise(
+    op: str, noise: Any, x: Tensor, weight: Tensor, f: Tensor | None, up: int, down: int, pads: Quad
+) -> None:
+    checks.floating(op, "noise", noise)
+    shape = (x.shape[0], weight.shape[0], *_sizes(x, weight, f, up, down, pads))
+    fits = noise.dim() <= 4 and all(
+        a == 1 or a == b for a, b in zip(reversed(noise.shape), reversed(shape), strict=False)
+    )
+    if not fits:
+        wanted = f"broadcast to the result's shape {list(shape)}"
+        checks.refuse(op, "noise", wanted, checks.words(f"shape {list(noise.shape)}"))
