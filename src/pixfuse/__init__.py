@@ -6,6 +6,7 @@ from .bias_act import bias_act
 from .conv2d_resample import conv2d_resample, modulated_conv2d
 from .filtered_lrelu import filtered_lrelu
 from .group_norm import group_norm
+from .patching import patch, unpatch
 from .upfirdn2d import downsample2d, filter2d, setup_filter, upfirdn2d, upsample2d
 from .upsample import interpolate, upsample_nearest
 
@@ -21,7 +22,9 @@ __all__ = [
     "group_norm",
     "interpolate",
     "modulated_conv2d",
+    "patch",
     "setup_filter",
+    "unpatch",
     "upfirdn2d",
     "upsample2d",
     "upsample_nearest",
