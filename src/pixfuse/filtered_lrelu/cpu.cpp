@@ -130,33 +130,45 @@ PIXFUSE_CLONES void store_row(const acc_t<T>* t, T* y, int64_t stride, int64_t n
   }
 }
 
-// n pixels of `lanes` channels that lie side by side.
+// n pixels of `lanes` channels that lie side by side. 16-bit pixels are gathered in `packed` first, so that one long
+// loop converts them.
 template <class T>
-PIXFUSE_CLONES void load_pixels(const T* x, int64_t stride, const acc_t<T>* bias, acc_t<T>* t, int64_t n,
+PIXFUSE_CLONES void load_pixels(const T* x, int64_t stride, const acc_t<T>* bias, T* packed, acc_t<T>* t, int64_t n,
                                 int64_t lanes) {
-  constexpr int64_t L = kLanes<acc_t<T>>;
-  if (lanes == L) {
-    for (int64_t i = 0; i < n; ++i, x += stride, t += L) {
-      for (int64_t l = 0; l < L; ++l) t[l] = load(x[l]) + bias[l];
+  using A = acc_t<T>;
+  constexpr int64_t L = kLanes<A>;
+  vec<A> b;
+  std::memcpy(&b, bias, sizeof b);
+  auto* to = reinterpret_cast<vec<A>*>(t);
+  if (lanes < L) {
+    for (int64_t i = 0; i < n; ++i) {
+      for (int64_t l = 0; l < lanes; ++l) t[i * L + l] = load(x[i * stride + l]) + bias[l];
+      for (int64_t l = lanes; l < L; ++l) t[i * L + l] = 0;
+    }
+  } else if constexpr (std::is_same_v<T, A>) {
+    for (int64_t i = 0; i < n; ++i) {
+      vec<A> v;
+      std::memcpy(&v, x + i * stride, sizeof v);
+      to[i] = v + b;
     }
   } else {
-    for (int64_t i = 0; i < n; ++i, x += stride, t += L) {
-      for (int64_t l = 0; l < lanes; ++l) t[l] = load(x[l]) + bias[l];
-      for (int64_t l = lanes; l < L; ++l) t[l] = 0;
-    }
+    for (int64_t i = 0; i < n; ++i) std::memcpy(packed + i * L, x + i * stride, L * sizeof(T));
+    for (int64_t i = 0; i < n * L; ++i) t[i] = load(packed[i]);
+    for (int64_t i = 0; i < n; ++i) to[i] += b;
   }
 }
 template <class T>
-PIXFUSE_CLONES void store_pixels(const acc_t<T>* t, T* y, int64_t stride, int64_t n, int64_t lanes) {
+PIXFUSE_CLONES void store_pixels(const acc_t<T>* t, T* packed, T* y, int64_t stride, int64_t n, int64_t lanes) {
   constexpr int64_t L = kLanes<acc_t<T>>;
-  if (lanes == L) {
-    for (int64_t i = 0; i < n; ++i, y += stride, t += L) {
-      for (int64_t l = 0; l < L; ++l) y[l] = store<T>(t[l]);
+  if (lanes < L) {
+    for (int64_t i = 0; i < n; ++i) {
+      for (int64_t l = 0; l < lanes; ++l) y[i * stride + l] = store<T>(t[i * L + l]);
     }
+  } else if constexpr (std::is_same_v<T, acc_t<T>>) {
+    for (int64_t i = 0; i < n; ++i) std::memcpy(y + i * stride, t + i * L, L * sizeof(T));
   } else {
-    for (int64_t i = 0; i < n; ++i, y += stride, t += L) {
-      for (int64_t l = 0; l < lanes; ++l) y[l] = store<T>(t[l]);
-    }
+    for (int64_t i = 0; i < n * L; ++i) packed[i] = store<T>(t[i]);
+    for (int64_t i = 0; i < n; ++i) std::memcpy(y + i * stride, packed + i * L, L * sizeof(T));
   }
 }
 
@@ -373,8 +385,8 @@ class UpStage {
     const int64_t last = std::clamp<int64_t>(image_.w - column_[0], first, source_);
     const T* x = image_.at + lanes_->n[0] * image_.stride_n + lanes_->c[0] + (row_[0] + r) * image_.stride_h;
     std::memset(pixels, 0, first * kVectorBytes);
-    load_pixels(x + (column_[0] + first) * image_.stride_w, image_.stride_w, block_bias_, pixels + first * L,
-                last - first, lanes_->count);
+    load_pixels(x + (column_[0] + first) * image_.stride_w, image_.stride_w, block_bias_, reinterpret_cast<T*>(planes_),
+                pixels + first * L, last - first, lanes_->count);
     std::memset(pixels + last * L, 0, (source_ - last) * kVectorBytes);
   }
 
@@ -457,7 +469,7 @@ class DownStage {
              lanes.x0[l] * y.stride_w;
     };
     if (lanes.block) {
-      store_pixels(result_, target(0), y.stride_w, std::min(width_, y.w - lanes.x0[0]), lanes.count);
+      store_pixels(result_, reinterpret_cast<T*>(planes_), target(0), y.stride_w, std::min(width_, y.w - lanes.x0[0]), lanes.count);
       return;
     }
     const int64_t stride = round_up(width_, L);
@@ -499,7 +511,7 @@ struct Problem {
 
 // Tiles of about this many upsampled columns and rows of the result: the rings stay in the first two caches, and what
 // neighbouring tiles both compute stays small.
-constexpr int64_t kUpsampledWidth = 96, kTileHeight = 128, kScratchBytes = 1 << 20;
+constexpr int64_t kUpsampledWidth = 64, kTileHeight = 128, kScratchBytes = 1 << 20;
 
 template <class T>
 void run(const Problem<T>& p) {
