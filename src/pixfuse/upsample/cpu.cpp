@@ -13,7 +13,7 @@
 namespace pixfuse {
 namespace {
 
-constexpr int64_t kPiece = 8192;      // values of an accumulated piece of a row: 32 KiB of floats
+constexpr int64_t kPiece = 2048;      // values of an accumulated piece of a row, so that it stays in L1 with its sources
 constexpr int64_t kLongTaps = 65536;  // and if a single output needs more than kPiece: at most so many at once
 constexpr int64_t kInner = 256;       // channels of a piece
 
@@ -37,7 +37,7 @@ PIXFUSE_INLINE T round_to(acc_t<T> v) {
 // --- along D and H: weighted sums of input rows ----------------------------------------------------------------
 
 template <class T, int count, bool add>
-PIXFUSE_CLONES void sum_rows(const T* const* rows, int64_t offset, const acc_t<T>* w, acc_t<T>* sum, int64_t n) {
+PIXFUSE_CLONES void sum_rows(const T* const* rows, int64_t offset, const acc_t<T>* __restrict w, acc_t<T>* __restrict sum, int64_t n) {
   const T* row[count];
   for (int r = 0; r < count; ++r) row[r] = rows[r] + offset;
   for (int64_t i = 0; i < n; ++i) {
@@ -48,7 +48,7 @@ PIXFUSE_CLONES void sum_rows(const T* const* rows, int64_t offset, const acc_t<T
 }
 
 template <class T>
-void sum_all_rows(const T* const* rows, int64_t offset, const acc_t<T>* w, int64_t count, acc_t<T>* sum, int64_t n) {
+void sum_all_rows(const T* const* rows, int64_t offset, const acc_t<T>* __restrict w, int64_t count, acc_t<T>* __restrict sum, int64_t n) {
   int64_t r = count >= 4 ? 4 : count >= 2 ? 2 : 1;
   if (r == 4) sum_rows<T, 4, false>(rows, offset, w, sum, n);
   else if (r == 2) sum_rows<T, 2, false>(rows, offset, w, sum, n);
@@ -61,13 +61,13 @@ void sum_all_rows(const T* const* rows, int64_t offset, const acc_t<T>* w, int64
 // --- along W ---------------------------------------------------------------------------------------------------
 
 template <class T>
-PIXFUSE_CLONES void copy_row(const acc_t<T>* s, T* y, int64_t n) {
+PIXFUSE_CLONES void copy_row(const acc_t<T>* __restrict s, T* __restrict y, int64_t n) {
   for (int64_t i = 0; i < n; ++i) y[i] = round_to<T>(s[i]);
 }
 
 // y[2i + p] = sum_k w[p][k] * s[p][i + k]
 template <class T, int taps>
-PIXFUSE_CLONES void double_row(const acc_t<T>* s0, const acc_t<T>* s1, const acc_t<T>* w, T* y, int64_t n) {
+PIXFUSE_CLONES void double_row(const acc_t<T>* __restrict s0, const acc_t<T>* __restrict s1, const acc_t<T>* __restrict w, T* __restrict y, int64_t n) {
   for (int64_t i = 0; i < n; ++i) {
     acc_t<T> even = w[0] * s0[i], odd = w[taps] * s1[i];
     for (int k = 1; k < taps; ++k) {
@@ -81,7 +81,7 @@ PIXFUSE_CLONES void double_row(const acc_t<T>* s0, const acc_t<T>* s1, const acc
 
 // y[i] = sum_k w[k] * s[2i + k]
 template <class T, int taps>
-PIXFUSE_CLONES void halve_row(const acc_t<T>* s, const acc_t<T>* w, T* y, int64_t n) {
+PIXFUSE_CLONES void halve_row(const acc_t<T>* __restrict s, const acc_t<T>* __restrict w, T* __restrict y, int64_t n) {
   for (int64_t i = 0; i < n; ++i) {
     acc_t<T> v = w[0] * s[2 * i];
     for (int k = 1; k < taps; ++k) v += w[k] * s[2 * i + k];
@@ -91,8 +91,8 @@ PIXFUSE_CLONES void halve_row(const acc_t<T>* s, const acc_t<T>* w, T* y, int64_
 
 // y[j] = sum_k w[k * stride + j] * s[index[k * stride + j] - base]
 template <class T, int fixed>
-PIXFUSE_CLONES void gather_row(const acc_t<T>* s, const int32_t* index, int32_t base, const acc_t<T>* w, int64_t stride,
-                               int64_t taps, T* y, int64_t n) {
+PIXFUSE_CLONES void gather_row(const acc_t<T>* __restrict s, const int32_t* __restrict index, int32_t base, const acc_t<T>* __restrict w, int64_t stride,
+                               int64_t taps, T* __restrict y, int64_t n) {
   using A = acc_t<T>;
   if constexpr (fixed > 0) {
     for (int64_t j = 0; j < n; ++j) {
@@ -115,33 +115,56 @@ PIXFUSE_CLONES void gather_row(const acc_t<T>* s, const int32_t* index, int32_t 
   }
 }
 
+// to[c] = sum_k w[k] * from[k * inner + c]
+template <class T, int taps>
+PIXFUSE_INLINE void pixel(const acc_t<T>* __restrict from, const acc_t<T>* __restrict w, int64_t inner,
+                          T* __restrict to) {
+  constexpr int64_t kBlock = 32;
+  auto one = [&](int64_t c) __attribute__((always_inline)) {
+    acc_t<T> v = w[0] * from[c];
+    for (int k = 1; k < taps; ++k) v += w[k] * from[k * inner + c];
+    to[c] = round_to<T>(v);
+  };
+  int64_t c = 0;
+  for (; c + kBlock <= inner; c += kBlock) {
+    for (int64_t l = 0; l < kBlock; ++l) one(c + l);
+  }
+  for (; c < inner; ++c) one(c);
+}
+
+template <class T>
+PIXFUSE_INLINE void pixel_of_any(const acc_t<T>* __restrict from, const acc_t<T>* __restrict w, int64_t taps,
+                                 int64_t inner, T* __restrict to) {
+  constexpr int64_t kBlock = 64;
+  for (int64_t c = 0; c < inner; c += kBlock) {
+    const int64_t n = std::min(kBlock, inner - c);
+    alignas(64) acc_t<T> sum[kBlock] = {};
+    int64_t k = 0;
+    for (; k + 4 <= taps; k += 4) {
+      const acc_t<T>* at = from + k * inner + c;
+      for (int64_t l = 0; l < n; ++l) {
+        sum[l] += w[k] * at[l] + w[k + 1] * at[inner + l] + w[k + 2] * at[2 * inner + l] + w[k + 3] * at[3 * inner + l];
+      }
+    }
+    for (; k < taps; ++k) {
+      for (int64_t l = 0; l < n; ++l) sum[l] += w[k] * from[k * inner + c + l];
+    }
+    for (int64_t l = 0; l < n; ++l) to[c + l] = round_to<T>(sum[l]);
+  }
+}
+
 // Pixels of `inner` channels: y[o * y_step + c] = sum_k w[o][k] * s[(start[o] - base + k) * inner + c]
 template <class T>
 PIXFUSE_CLONES void pixel_row(const acc_t<T>* s, const int64_t* start, const int64_t* stop, int64_t base,
                               const acc_t<T>* w, int64_t k_max, int64_t inner, T* y, int64_t y_step, int64_t n) {
-  using A = acc_t<T>;
-  constexpr int64_t kBlock = 32;
-  for (int64_t o = 0; o < n; ++o) {
-    const A* from = s + (start[o] - base) * inner;
-    const A* wo = w + o * k_max;
-    T* to = y + o * y_step;
-    const int64_t count = stop[o] - start[o];
-    int64_t c = 0;
-    for (; c + kBlock <= inner; c += kBlock) {
-      A sum[kBlock];
-      for (int l = 0; l < kBlock; ++l) sum[l] = count ? wo[0] * from[c + l] : A(0);
-      for (int64_t k = 1; k < count; ++k) {
-        for (int l = 0; l < kBlock; ++l) sum[l] += wo[k] * from[k * inner + c + l];
-      }
-      for (int l = 0; l < kBlock; ++l) to[c + l] = round_to<T>(sum[l]);
-    }
-    if (c < inner) {
-      const int64_t rest = inner - c;
-      A sum[kBlock] = {};
-      for (int64_t k = 0; k < count; ++k) {
-        for (int64_t l = 0; l < rest; ++l) sum[l] += wo[k] * from[k * inner + c + l];
-      }
-      for (int64_t l = 0; l < rest; ++l) to[c + l] = round_to<T>(sum[l]);
+  for (int64_t o = 0; o < n; ++o, w += k_max, y += y_step) {
+    const acc_t<T>* from = s + (start[o] - base) * inner;
+    switch (const int64_t count = stop[o] - start[o]) {
+      case 1: pixel<T, 1>(from, w, inner, y); break;
+      case 2: pixel<T, 2>(from, w, inner, y); break;
+      case 4: pixel<T, 4>(from, w, inner, y); break;
+      case 8: pixel<T, 8>(from, w, inner, y); break;
+      default: pixel_of_any<T>(from, w, count, inner, y);
     }
   }
 }
@@ -177,10 +200,11 @@ struct Plan {
   double gain;
   enum Kind { kCopy, kDouble, kHalve, kGather, kPixels } kind = kPixels;
   std::vector<Piece> pieces;
-  std::vector<A> w;            // of W: [out, k_max] for pixels, [k, out * inner] to gather, the phases' else
+  std::vector<A> w;            // of W: [out, k_max], but to gather [k, out * inner]
   std::vector<int32_t> index;  // to gather: [k, out * inner]
   int64_t taps = 1;            // to gather, of a phase
   int64_t lo = 0, hi = 0;      // kDouble, kHalve: the groups that the phases' weights serve
+  A phase[8] = {};             // their weights
   int64_t offset[2] = {0, 0};  // of a phase's first tap from the group's number (doubled for kHalve)
 
   Plan(const Shape& s, Taps d, Taps h, Taps x, double g) : shape(s), axes{std::move(d), std::move(h), std::move(x)}, gain(g) {
@@ -193,15 +217,16 @@ struct Plan {
     if (kind == kDouble || kind == kHalve) {
       pieces.push_back({0, t.out, 0, t.in});
     } else {
+      const int64_t most = std::clamp(4 * t.k_max * inner, kPiece, 8 * kPiece);  // neighbours share few samples
       for (int64_t o = 0; o < t.out;) {
         Piece p{o, o + 1, t.start[o], std::max(t.start[o], t.stop[o])};
-        while (p.o1 < t.out && (t.stop[p.o1] - p.a) * inner <= kPiece) p.b = std::max(p.b, t.stop[p.o1++]);
+        while (p.o1 < t.out && (t.stop[p.o1] - p.a) * inner <= most) p.b = std::max(p.b, t.stop[p.o1++]);
         pieces.push_back(p);
         o = p.o1;
       }
     }
-    if (kind == kPixels) w.assign(t.w.begin(), t.w.end());
     if (kind == kGather) tabulate();
+    else if (kind != kCopy) w.assign(t.w.begin(), t.w.end());
   }
 
   // Whether W's table is periodic, `up` outputs for every `down` inputs, all but a few at the borders.
@@ -226,7 +251,7 @@ struct Plan {
     taps = k;
     for (int64_t p = 0; p < up; ++p) {
       offset[p] = t.start[middle * up + p] - middle * down;
-      for (int64_t j = 0; j < k; ++j) w.push_back(A(t.w[(middle * up + p) * t.k_max + j]));
+      for (int64_t j = 0; j < k; ++j) phase[p * k + j] = A(t.w[(middle * up + p) * t.k_max + j]);
     }
     return true;
   }
@@ -257,10 +282,11 @@ struct Plan {
 
 // Outputs [o0, o1) of a row of one value per sample, one by one.
 template <class T, class A>
-void single_outputs(const Taps& t, const A* s, T* y, int64_t o0, int64_t o1) {
+void single_outputs(const Plan<A>& plan, const A* s, T* y, int64_t o0, int64_t o1) {
+  const Taps& t = plan.axes[2];
   for (int64_t o = o0; o < o1; ++o) {
     A v = 0;
-    for (int64_t k = 0; k < t.stop[o] - t.start[o]; ++k) v += A(t.w[o * t.k_max + k]) * s[t.start[o] + k];
+    for (int64_t k = 0; k < t.stop[o] - t.start[o]; ++k) v += plan.w[o * t.k_max + k] * s[t.start[o] + k];
     y[o] = round_to<T>(v);
   }
 }
@@ -277,16 +303,16 @@ void resize_row(const Plan<A>& plan, const Piece& p, const A* s, int64_t inner, 
       return;
     case Plan<A>::kDouble: {
       const A *s0 = s + plan.lo + plan.offset[0], *s1 = s + plan.lo + plan.offset[1];
-      single_outputs(t, s, y, 0, 2 * plan.lo);
+      single_outputs(plan, s, y, 0, 2 * plan.lo);
       const auto body = plan.taps == 2 ? double_row<T, 2> : double_row<T, 4>;
-      body(s0, s1, plan.w.data(), y + 2 * plan.lo, plan.hi - plan.lo);
-      return single_outputs(t, s, y, 2 * plan.hi, t.out);
+      body(s0, s1, plan.phase, y + 2 * plan.lo, plan.hi - plan.lo);
+      return single_outputs(plan, s, y, 2 * plan.hi, t.out);
     }
     case Plan<A>::kHalve: {
-      single_outputs(t, s, y, 0, plan.lo);
+      single_outputs(plan, s, y, 0, plan.lo);
       const auto body = plan.taps == 2 ? halve_row<T, 2> : plan.taps == 4 ? halve_row<T, 4> : halve_row<T, 8>;
-      body(s + 2 * plan.lo + plan.offset[0], plan.w.data(), y + plan.lo, plan.hi - plan.lo);
-      return single_outputs(t, s, y, plan.hi, t.out);
+      body(s + 2 * plan.lo + plan.offset[0], plan.phase, y + plan.lo, plan.hi - plan.lo);
+      return single_outputs(plan, s, y, plan.hi, t.out);
     }
     case Plan<A>::kGather: {
       const int64_t stride = t.out * all, from = p.o0 * all;
@@ -314,15 +340,21 @@ void resample(const T* x, T* y, const Plan<acc_t<T>>& plan) {
   parallel(items, (in_row * th.k_max + out_row * tw.k_max) / (pieces * blocks), [&](int64_t begin, int64_t end) {
     std::vector<const T*> rows(td.k_max * th.k_max);
     std::vector<A> w(rows.size()), sum(values);
+    int64_t row = -1, count = 0;
     for (int64_t item = begin; item < end; ++item) {
-      const int64_t block = item % blocks, at = item / blocks, row = at / pieces;
-      const Piece& p = plan.pieces[at % pieces];
-      const int64_t h = row % s.out[1], d = row / s.out[1] % s.out[0], plane = row / (s.out[1] * s.out[0]);
-      int64_t count = 0;
-      for (int64_t i = td.start[d]; i < td.stop[d]; ++i) {
-        for (int64_t j = th.start[h]; j < th.stop[h]; ++j, ++count) {
-          rows[count] = x + ((plane * s.in[0] + i) * s.in[1] + j) * in_row;
-          w[count] = A(td.w[d * td.k_max + i - td.start[d]] * th.w[h * th.k_max + j - th.start[h]] * plan.gain);
+      const int64_t at = blocks == 1 ? item : item / blocks, block = item - at * blocks;
+      const int64_t now = pieces == 1 ? at : at / pieces;
+      const Piece& p = plan.pieces[at - now * pieces];
+      if (now != row) {
+        row = now;
+        const int64_t image = row / s.out[1], h = row - image * s.out[1];
+        const int64_t plane = s.out[0] == 1 ? image : image / s.out[0], d = image - plane * s.out[0];
+        count = 0;
+        for (int64_t i = td.start[d]; i < td.stop[d]; ++i) {
+          for (int64_t j = th.start[h]; j < th.stop[h]; ++j, ++count) {
+            rows[count] = x + ((plane * s.in[0] + i) * s.in[1] + j) * in_row;
+            w[count] = A(td.w[d * td.k_max + i - td.start[d]] * th.w[h * th.k_max + j - th.start[h]] * plan.gain);
+          }
         }
       }
       const int64_t c0 = block * kInner, inner = std::min(s.inner - c0, kInner);
@@ -344,14 +376,14 @@ void resample(const T* x, T* y, const Plan<acc_t<T>>& plan) {
 
 // y[i * times + p] = x[i]
 template <class T, int times>
-PIXFUSE_CLONES void repeat_row(const T* x, T* y, int64_t n) {
+PIXFUSE_CLONES void repeat_row(const T* __restrict x, T* __restrict y, int64_t n) {
   for (int64_t i = 0; i < n; ++i) {
     for (int p = 0; p < times; ++p) y[i * times + p] = x[i];
   }
 }
 
 template <class T>
-void pick_row(const T* x, const int64_t* index, T* y, int64_t n) {
+void pick_row(const T* x, const int64_t* index, T* __restrict y, int64_t n) {
   for (int64_t o = 0; o < n; ++o) y[o] = x[index[o]];
 }
 
