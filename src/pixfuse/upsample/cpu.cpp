@@ -9,6 +9,11 @@
 #include "taps.h"
 
 #include <cstring>
+#include <utility>
+
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#endif
 
 namespace pixfuse {
 namespace {
@@ -33,6 +38,59 @@ PIXFUSE_INLINE T round_to(acc_t<T> v) {
     return store<T>(v);
   }
 }
+
+// memcpy past the caches, which leaves out reading the lines that are overwritten: half the traffic of a large output.
+void stream(void* to, const void* from, size_t bytes) {
+#if defined(__SSE2__)
+  auto* t = static_cast<char*>(to);
+  auto* f = static_cast<const char*>(from);
+  const size_t head = std::min(-reinterpret_cast<uintptr_t>(t) % 64, bytes), lines = (bytes - head) / 64;
+  std::memcpy(t, f, head);
+  t += head, f += head, bytes -= head;
+  for (size_t i = 0; i < lines; ++i, t += 64, f += 64) {
+    for (int k = 0; k < 64; k += 16) {
+      _mm_stream_si128(reinterpret_cast<__m128i*>(t + k), _mm_loadu_si128(reinterpret_cast<const __m128i*>(f + k)));
+    }
+  }
+  std::memcpy(t, f, bytes - 64 * lines);
+#else
+  std::memcpy(to, from, bytes);
+#endif
+}
+
+// Where a thread's outputs go, which lie one after another: a large tensor's in blocks, past the caches.
+template <class T>
+class Writer {
+ public:
+  Writer(T* y, int64_t total) : to_(y) {
+    if (total * sizeof(T) >= kLarge) stage_.resize(kStage / sizeof(T));
+  }
+  ~Writer() {
+    flush();
+#if defined(__SSE2__)
+    if (!stage_.empty()) _mm_sfence();
+#endif
+  }
+  Writer(const Writer&) = delete;
+  Writer& operator=(const Writer&) = delete;
+  // Room for the next n outputs; the room given before keeps its contents unless it is the same.
+  T* next(int64_t n) {
+    if (filled_ * sizeof(T) >= kBlock || filled_ + n > int64_t(stage_.size())) flush();
+    if (n > int64_t(stage_.size())) return std::exchange(to_, to_ + n);
+    filled_ += n;
+    return stage_.data() + filled_ - n;
+  }
+
+ private:
+  static constexpr size_t kLarge = 4 << 20, kStage = 64 << 10, kBlock = 8 << 10;
+  void flush() {
+    stream(to_, stage_.data(), filled_ * sizeof(T));
+    to_ += std::exchange(filled_, 0);
+  }
+  T* to_;
+  std::vector<T> stage_;
+  int64_t filled_ = 0;
+};
 
 // --- along D and H: weighted sums of input rows ----------------------------------------------------------------
 
@@ -291,15 +349,15 @@ void single_outputs(const Plan<A>& plan, const A* s, T* y, int64_t o0, int64_t o
   }
 }
 
-// One piece of a row along W: s holds inputs [a, b), y is the output row.
+// One piece of a row along W: s holds inputs [a, b), y is where its outputs go.
 template <class T, class A>
 void resize_row(const Plan<A>& plan, const Piece& p, const A* s, int64_t inner, T* y) {
   const Taps& t = plan.axes[2];
   const int64_t all = plan.shape.inner;
   switch (plan.kind) {
     case Plan<A>::kCopy:
-      if (inner == all) return copy_row<T>(s, y + p.o0 * all, (p.o1 - p.o0) * inner);
-      for (int64_t o = p.o0; o < p.o1; ++o) copy_row<T>(s + (o - p.o0) * inner, y + o * all, inner);
+      if (inner == all) return copy_row<T>(s, y, (p.o1 - p.o0) * inner);
+      for (int64_t o = 0; o < p.o1 - p.o0; ++o) copy_row<T>(s + o * inner, y + o * all, inner);
       return;
     case Plan<A>::kDouble: {
       const A *s0 = s + plan.lo + plan.offset[0], *s1 = s + plan.lo + plan.offset[1];
@@ -317,12 +375,12 @@ void resize_row(const Plan<A>& plan, const Piece& p, const A* s, int64_t inner, 
     case Plan<A>::kGather: {
       const int64_t stride = t.out * all, from = p.o0 * all;
       const auto body = plan.taps == 2 ? gather_row<T, 2> : plan.taps == 4 ? gather_row<T, 4> : gather_row<T, 0>;
-      return body(s, plan.index.data() + from, int32_t(p.a * all), plan.w.data() + from, stride, plan.taps, y + from,
+      return body(s, plan.index.data() + from, int32_t(p.a * all), plan.w.data() + from, stride, plan.taps, y,
                   (p.o1 - p.o0) * all);
     }
     case Plan<A>::kPixels:
-      return pixel_row<T>(s, &t.start[p.o0], &t.stop[p.o0], p.a, &plan.w[p.o0 * t.k_max], t.k_max, inner,
-                          y + p.o0 * all, all, p.o1 - p.o0);
+      return pixel_row<T>(s, &t.start[p.o0], &t.stop[p.o0], p.a, &plan.w[p.o0 * t.k_max], t.k_max, inner, y,
+                          all, p.o1 - p.o0);
   }
 }
 
@@ -340,6 +398,8 @@ void resample(const T* x, T* y, const Plan<acc_t<T>>& plan) {
   parallel(items, (in_row * th.k_max + out_row * tw.k_max) / (pieces * blocks), [&](int64_t begin, int64_t end) {
     std::vector<const T*> rows(td.k_max * th.k_max);
     std::vector<A> w(rows.size()), sum(values);
+    const int64_t first = begin / (pieces * blocks), offset = plan.pieces[begin / blocks % pieces].o0 * s.inner;
+    Writer<T> writer(y + first * out_row + offset, s.planes * s.out[0] * s.out[1] * out_row);
     int64_t row = -1, count = 0;
     for (int64_t item = begin; item < end; ++item) {
       const int64_t at = blocks == 1 ? item : item / blocks, block = item - at * blocks;
@@ -367,7 +427,8 @@ void resample(const T* x, T* y, const Plan<acc_t<T>>& plan) {
           sum_all_rows(rows.data(), i * s.inner + c0, w.data(), count, sum.data() + (i - p.a) * inner, inner);
         }
       }
-      resize_row<T>(plan, p, sum.data(), inner, y + row * out_row + c0);
+      T* to = blocks == 1 ? writer.next((p.o1 - p.o0) * inner) : y + row * out_row + p.o0 * s.inner + c0;
+      resize_row<T>(plan, p, sum.data(), inner, to);
     }
   });
 }
@@ -426,14 +487,17 @@ void copy_samples(const T* x, T* y, const Shape& s, const Taps& td, const Taps& 
     else pick_row(from, tw.start.data(), to, s.out[2]);
   };
   parallel(s.planes * s.out[0] * s.out[1], out_row, [&](int64_t begin, int64_t end) {
-    const T* before = nullptr;
+    Writer<T> writer(y + begin * out_row, s.planes * s.out[0] * s.out[1] * out_row);
+    const T *source = nullptr, *built = nullptr;
     for (int64_t row = begin; row < end; ++row) {
-      const int64_t h = row % s.out[1], d = row / s.out[1] % s.out[0], plane = row / (s.out[1] * s.out[0]);
+      const int64_t image = row / s.out[1], h = row - image * s.out[1];
+      const int64_t plane = s.out[0] == 1 ? image : image / s.out[0], d = image - plane * s.out[0];
       const T* from = x + ((plane * s.in[0] + td.start[d]) * s.in[1] + th.start[h]) * in_row;
-      T* to = y + row * out_row;
-      if (from == before) std::memcpy(to, to - out_row, out_row * sizeof(T));
-      else build(from, to);
-      before = from;
+      T* to = writer.next(out_row);
+      if (from != source) build(from, to);
+      else if (to != built) std::memcpy(to, built, out_row * sizeof(T));
+      source = from;
+      built = to;
     }
   });
 }

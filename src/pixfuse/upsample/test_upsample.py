@@ -182,6 +182,13 @@ def test_kernels_agree_with_the_definition(
         ((1, 300, 3, 300), True, {"size": (3, 2), "mode": "area"}),
         ((1, 7, 3, 3000), True, {"size": (4, 1111), "mode": "bicubic", "antialias": True}),
         ((1, 700, 3, 5), True, {"size": (3, 5), "mode": "bilinear"}),
+        ((1, 3, 700, 500), False, {"size": (1400, 1000), "mode": "bilinear"}),  # written past the caches
+        ((1, 3, 700, 500), False, {"size": (1399, 999), "mode": "bilinear"}),
+        ((3, 5, 401, 300), True, {"size": (803, 401), "mode": "bilinear"}),
+        ((2, 40, 150, 150), True, {"size": (300, 300), "mode": "bicubic"}),
+        ((1, 3, 700, 500), False, {"size": (1400, 1001), "mode": "nearest"}),
+        ((1, 3, 700, 333), False, {"size": (2100, 999), "mode": "nearest"}),
+        ((3, 40, 101, 100), True, {"size": (303, 200), "mode": "nearest"}),
         ((1, 700, 3, 5), True, {"size": (7, 5), "mode": "bilinear"}),
     ],
     ids=str,
