@@ -132,16 +132,23 @@ def test_no_weight_gradients_survives_exceptions_nests_and_keeps_to_its_thread()
 def test_computes_only_what_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     """autograd.grad for the input alone computes no weight gradient, with or without the context."""
     calls = []
-    forward = conv._WeightGradient.forward
-    monkeypatch.setattr(conv._WeightGradient, "forward", staticmethod(lambda *a: calls.append(1) or forward(*a)))
+    derivatives = conv._derivatives
+
+    def counted(*args: Any) -> Any:
+        calls.append(args[4:])
+        return derivatives(*args)
+
+    monkeypatch.setattr(conv, "_derivatives", counted)
     x, w, b = _tensors(False, 1)
-    torch.autograd.grad(conv.conv2d(x, w, b).sum(), [x])
-    torch.autograd.grad(conv.conv2d(x * 1, w * 1, b).sum(), [x])
+    for graph in (False, True):
+        torch.autograd.grad(conv.conv2d(x, w, b).sum(), [x], create_graph=graph)
+        torch.autograd.grad(conv.conv2d(x * 1, w * 1, b).sum(), [x], create_graph=graph)
     conv.conv2d(x, w, b).sum().backward(inputs=[x])
-    assert not calls
+    assert calls == [(True, False, False)] * 5
+    del calls[:]
     torch.autograd.grad(conv.conv2d(x, w, b).sum(), [w])
     conv.conv2d(x, w * 1, b).sum().backward()
-    assert len(calls) == 2
+    assert calls == [(False, True, False), (True, True, True)]
 
 
 def test_gradients_for_every_mask() -> None:

@@ -162,52 +162,88 @@ class _Convolution(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, how: _How) -> Tensor:
         ctx.save_for_backward(x if weight.requires_grad else None, weight)
-        ctx.how, ctx.size = how, x.shape[2:]
+        ctx.how, ctx.size = how, x.shape
         return torch.ops.aten.convolution(x, weight, bias, *how)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         need_dx, need_dw, need_db = _wanted(ctx)[:3]
-        dx = _transposed(dy, weight, ctx.how, ctx.size) if need_dx else None
+        need_dw = need_dw and not weight_gradients_disabled()
+        if x is not None and not torch.is_grad_enabled():  # nobody differentiates again: all in one call
+            return *_derivatives(dy, x, weight, ctx.how, need_dx, need_dw, need_db), None
+        dx = _Transposed.apply(dy, weight, _form(x), ctx.how, ctx.size) if need_dx else None
+        dw = _WeightGradient.apply(x, dy, weight.detach(), ctx.how) if need_dw else None
+        return dx, dw, dy.sum((0, 2, 3)) if need_db else None, None
+
+
+class _Transposed(torch.autograd.Function):
+    """The gradient of ``sum(dy * convolution(x, weight))`` by ``x``, of which only the ``size`` counts.
+
+    ``x`` itself is only there to let the library choose as it does for a first derivative; it may be None.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, dy: Tensor, weight: Tensor, x: Tensor | None, how: _How, size: Sequence[int]
+    ) -> Tensor | None:
+        ctx.save_for_backward(dy, weight)
+        ctx.how = how
+        if x is not None:
+            return _derivatives(dy, x, weight, how, True, False, False)[0]
+        if how.transposed:
+            back = how._replace(transposed=False, output_padding=(0, 0))
+            # An output padding beyond the stride leaves rows that came from no input.
+            return torch.ops.aten.convolution(dy, weight, None, *back)[:, :, : size[2], : size[3]]
+        lacking = [
+            n - ((out - 1) * s - 2 * p + d * (k - 1) + 1)
+            for n, out, s, p, d, k in zip(
+                size[2:], dy.shape[2:], how.stride, how.padding, how.dilation, weight.shape[2:], strict=True
+            )
+        ]
+        back = how._replace(transposed=True, output_padding=(lacking[0], lacking[1]))
+        return torch.ops.aten.convolution(dy, weight, None, *back)
+
+    @staticmethod
+    def backward(ctx: Any, v: Tensor) -> tuple[Tensor | None, ...]:
+        dy, weight = ctx.saved_tensors
+        need_ddy, need_dw = _wanted(ctx)[:2]
+        ddy = _Convolution.apply(v, weight, None, ctx.how) if need_ddy else None
         dw = None
         if need_dw and not weight_gradients_disabled():
-            dw = _WeightGradient.apply(x, dy, weight.detach(), ctx.how)
-        return dx, dw, dy.sum((0, 2, 3)) if need_db else None, None
+            dw = _WeightGradient.apply(v, dy, weight.detach(), ctx.how)
+        return ddy, dw, None, None, None
 
 
 class _WeightGradient(torch.autograd.Function):
     """The gradient of ``sum(dy * convolution(x, weight))`` by ``weight``, of which only the form counts."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dy: Tensor, weight: Tensor, how: _How) -> Tensor:
+    def forward(ctx: Any, x: Tensor, dy: Tensor, weight: Tensor, how: _How) -> Tensor | None:
         ctx.save_for_backward(x, dy)
         ctx.how = how
-        mask = [False, True, False]
-        stride, padding, dilation, transposed, output_padding, groups = how
-        return torch.ops.aten.convolution_backward(
-            dy, x, weight, None, stride, padding, dilation, transposed, output_padding, groups, mask
-        )[1]
+        return _derivatives(dy, x, weight, how, False, True, False)[1]
 
     @staticmethod
     def backward(ctx: Any, v: Tensor) -> tuple[Tensor | None, ...]:
         x, dy = ctx.saved_tensors
         need_x, need_dy = _wanted(ctx)[:2]
-        dx = _transposed(dy, v, ctx.how, x.shape[2:]) if need_x else None
+        dx = _Transposed.apply(dy, v, _form(x), ctx.how, x.shape) if need_x else None
         return dx, _Convolution.apply(x, v, None, ctx.how) if need_dy else None, None, None
 
 
-def _transposed(dy: Tensor, weight: Tensor, how: _How, size: Sequence[int]) -> Tensor:
-    """The transpose of a convolution, applied to ``dy``; its result has the spatial ``size``."""
-    if how.transposed:
-        back = how._replace(transposed=False, output_padding=(0, 0))
-        # An output padding beyond the stride leaves rows that came from no input.
-        return _Convolution.apply(dy, weight, None, back)[:, :, : size[0], : size[1]]
-    lacking = [
-        n - ((out - 1) * s - 2 * p + d * (k - 1) + 1)
-        for n, out, s, p, d, k in zip(
-            size, dy.shape[2:], how.stride, how.padding, how.dilation, weight.shape[2:], strict=True
-        )
-    ]
-    back = how._replace(transposed=True, output_padding=(lacking[0], lacking[1]))
-    return _Convolution.apply(dy, weight, None, back)
+def _form(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.detach()
+
+
+def _derivatives(
+    dy: Tensor, x: Tensor, weight: Tensor, how: _How, need_dx: bool, need_dw: bool, need_db: bool
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """The wanted ones of dx, dw and db."""
+    stride, padding, dilation, transposed, output_padding, groups = how
+    mask = [need_dx, need_dw, need_db]
+    sizes = [dy.shape[1]] if need_db else None
+    found: tuple[Tensor | None, Tensor | None, Tensor | None] = torch.ops.aten.convolution_backward(
+        dy, x, weight, sizes, stride, padding, dilation, transposed, output_padding, groups, mask
+    )
+    return found
