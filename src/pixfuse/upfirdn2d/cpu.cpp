@@ -1,18 +1,20 @@
 // upfirdn2d on the CPU, and the gradient of its filter.
 //
-// One item is one output row of one image (a channel's plane if contiguous, all channels if channels_last), or a tile
-// of it. Memory is seen as rows of pixels of `chunk` values, 1 or C, so both layouts run the same loops over
-// contiguous values. Along each axis the outputs fall into phases that see the same taps and whose inputs advance by
-// `step`: no zero that was inserted is ever touched, and zeros beyond the image exist only in the margins of a row.
+// One item is one output row of one image (a channel's plane if contiguous, a block of channels if channels_last), or
+// a tile of it. Memory is seen as rows of pixels of `chunk` values, so both layouts run the same loops over contiguous
+// values. Along each axis the outputs fall into phases that see the same taps and whose inputs advance by `step`: no
+// zero that was inserted is ever touched, and zeros beyond the image exist only in the margins of one row.
 //
 // A separable filter (or a 2-D one that is exactly a product) first sums whole input rows into one row of the compute
-// type, which stays in L1, and then filters that row; any other filter keeps the few rows it looks at, converted, in
-// a ring. Every output is computed alike whatever thread, batch or item it is in.
+// type, which stays in L1, and then filters that row; any other filter does both at once from a ring of the rows it
+// looks at. 16-bit rows are converted on their way in and out. Every output is computed alike whatever thread, batch or
+// item it is in.
 #include <algorithm>
 #include <cmath>
 #include <numeric>
 
 #include "cpu.h"
+#include "half_rows.h"
 
 namespace pixfuse {
 namespace {
@@ -20,19 +22,19 @@ namespace {
 // --- row loops -------------------------------------------------------------------------------------------------
 
 // out[m, i] = base[m, i] + sum over K of w[k] * src[k][m, i], for `count` chunks of n values.
-template <class Src, class Dst, class A, int K, bool kAdd>
-PIXFUSE_CLONES void weigh_rows(const Src* const* src, int64_t src_step, const A* w, const A* base, int64_t base_step,
-                               Dst* out, int64_t out_step, int64_t count, int64_t n) {
-  const Src* s[K];
+template <class A, int K, bool kAdd>
+PIXFUSE_CLONES void weigh_rows(const A* const* src, int64_t src_step, const A* w, const A* base, int64_t base_step,
+                               A* out, int64_t out_step, int64_t count, int64_t n) {
+  const A* s[K];
   A v[K];
   for (int k = 0; k < K; ++k) s[k] = src[k], v[k] = w[k];
   for (int64_t m = 0; m < count; ++m) {
 #pragma GCC ivdep
     for (int64_t i = 0; i < n; ++i) {
-      A sum = v[0] * load(s[0][i]);
-      for (int k = 1; k < K; ++k) sum += v[k] * load(s[k][i]);
+      A sum = v[0] * s[0][i];
+      for (int k = 1; k < K; ++k) sum += v[k] * s[k][i];
       if constexpr (kAdd) sum += base[i];
-      out[i] = store<Dst>(sum);
+      out[i] = sum;
     }
     for (int k = 0; k < K; ++k) s[k] += src_step;
     out += out_step;
@@ -41,49 +43,48 @@ PIXFUSE_CLONES void weigh_rows(const Src* const* src, int64_t src_step, const A*
 }
 
 // out[2 * m + p] = sum over K of w[p][k] * src[p][m + k]: both phases of up 2, interleaved.
-template <class T, class A, int K>
-PIXFUSE_CLONES void up2_row(const A* even, const A* odd, const A* we, const A* wo, T* out, int64_t count) {
+template <class A, int K>
+PIXFUSE_CLONES void up2_row(const A* even, const A* odd, const A* we, const A* wo, A* out, int64_t count) {
   A v[K], u[K];
   for (int k = 0; k < K; ++k) v[k] = we[k], u[k] = wo[k];
 #pragma GCC ivdep
   for (int64_t m = 0; m < count; ++m) {
     A a = v[0] * even[m], b = u[0] * odd[m];
     for (int k = 1; k < K; ++k) a += v[k] * even[m + k], b += u[k] * odd[m + k];
-    out[2 * m] = store<T>(a);
-    out[2 * m + 1] = store<T>(b);
+    out[2 * m] = a;
+    out[2 * m + 1] = b;
   }
 }
 
-template <class T, class A>
-PIXFUSE_CLONES void interleave2_row(const A* even, const A* odd, T* out, int64_t count) {
+template <class A>
+PIXFUSE_CLONES void interleave2_row(const A* even, const A* odd, A* out, int64_t count) {
 #pragma GCC ivdep
   for (int64_t m = 0; m < count; ++m) {
-    out[2 * m] = store<T>(even[m]);
-    out[2 * m + 1] = store<T>(odd[m]);
+    out[2 * m] = even[m];
+    out[2 * m + 1] = odd[m];
   }
 }
 
-template <class T, class A>
-PIXFUSE_CLONES void split2_row(const T* in, A* even, A* odd, int64_t count) {
+template <class A>
+PIXFUSE_CLONES void split2_row(const A* in, A* even, A* odd, int64_t count) {
 #pragma GCC ivdep
   for (int64_t m = 0; m < count; ++m) {
-    even[m] = load(in[2 * m]);
-    odd[m] = load(in[2 * m + 1]);
+    even[m] = in[2 * m];
+    odd[m] = in[2 * m + 1];
   }
 }
 
-// out[m, i] = in[m, i], converted.
-template <class Src, class Dst>
-PIXFUSE_CLONES void copy_chunks(const Src* in, int64_t in_step, Dst* out, int64_t out_step, int64_t count,
-                                int64_t n) {
+// out[m, i] = in[m, i].
+template <class A>
+PIXFUSE_CLONES void copy_chunks(const A* in, int64_t in_step, A* out, int64_t out_step, int64_t count, int64_t n) {
   if (n == 1) {
 #pragma GCC ivdep
-    for (int64_t m = 0; m < count; ++m) out[m * out_step] = store<Dst>(load(in[m * in_step]));
+    for (int64_t m = 0; m < count; ++m) out[m * out_step] = in[m * in_step];
     return;
   }
   for (int64_t m = 0; m < count; ++m) {
 #pragma GCC ivdep
-    for (int64_t i = 0; i < n; ++i) out[m * out_step + i] = store<Dst>(load(in[m * in_step + i]));
+    for (int64_t i = 0; i < n; ++i) out[m * out_step + i] = in[m * in_step + i];
   }
 }
 
@@ -100,32 +101,47 @@ PIXFUSE_CLONES double dot_row(const A* a, const A* b, int64_t n) {
   return sum;
 }
 
-template <class Src, class Dst, class A, bool kAdd>
-void weigh_some(int k, const Src* const* src, int64_t src_step, const A* w, const A* base, int64_t base_step, Dst* out,
+template <class A, bool kAdd>
+void weigh_some(int64_t k, const A* const* src, int64_t src_step, const A* w, const A* base, int64_t base_step, A* out,
                 int64_t out_step, int64_t count, int64_t n) {
   auto call = [&](auto rows) { rows(src, src_step, w, base, base_step, out, out_step, count, n); };
   switch (k) {
-    case 1: return call(weigh_rows<Src, Dst, A, 1, kAdd>);
-    case 2: return call(weigh_rows<Src, Dst, A, 2, kAdd>);
-    case 3: return call(weigh_rows<Src, Dst, A, 3, kAdd>);
-    default: return call(weigh_rows<Src, Dst, A, 4, kAdd>);
+    case 1: return call(weigh_rows<A, 1, kAdd>);
+    case 2: return call(weigh_rows<A, 2, kAdd>);
+    case 3: return call(weigh_rows<A, 3, kAdd>);
+    case 4: return call(weigh_rows<A, 4, kAdd>);
+    case 5: return call(weigh_rows<A, 5, kAdd>);
+    default: return call(weigh_rows<A, 6, kAdd>);
   }
 }
 
-// out[m, i] = sum over `taps` of w[t] * src[t][m, i], at least one; `partial` is room for count * n sums.
-template <class Src, class Dst, class A>
-void weigh(const Src* const* src, int64_t src_step, const A* w, int64_t taps, A* partial, Dst* out, int64_t out_step,
-           int64_t count, int64_t n) {
-  constexpr int64_t kGroup = 4;
-  if (taps <= kGroup) {
-    return weigh_some<Src, Dst, A, false>(int(taps), src, src_step, w, nullptr, 0, out, out_step, count, n);
+// out[m, i] = sum over `taps` of w[t] * src[t][m, i]; zero without taps.
+template <class A>
+void weigh(const A* const* src, int64_t src_step, const A* w, int64_t taps, A* out, int64_t out_step, int64_t count,
+           int64_t n) {
+  constexpr int64_t kMost = 6;
+  if (taps == 0) {
+    for (int64_t m = 0; m < count; ++m) std::fill_n(out + m * out_step, n, A(0));
+    return;
   }
-  weigh_some<Src, A, A, false>(kGroup, src, src_step, w, nullptr, 0, partial, n, count, n);
-  int64_t t = kGroup;
-  for (; t + kGroup < taps; t += kGroup) {
-    weigh_some<Src, A, A, true>(kGroup, src + t, src_step, w + t, partial, n, partial, n, count, n);
+  int64_t t = std::min(taps, kMost);
+  weigh_some<A, false>(t, src, src_step, w, nullptr, 0, out, out_step, count, n);
+  for (int64_t k; t < taps; t += k) {
+    k = std::min(taps - t, kMost);
+    weigh_some<A, true>(k, src + t, src_step, w + t, out, out_step, out, out_step, count, n);
   }
-  weigh_some<Src, Dst, A, true>(int(taps - t), src + t, src_step, w + t, partial, n, out, out_step, count, n);
+}
+
+// `count` chunks of n values between memory and the compute type.
+template <class T>
+void load_chunks(const T* in, int64_t in_step, acc_t<T>* out, int64_t count, int64_t n) {
+  if (in_step == n) n *= count, count = 1;
+  for (int64_t m = 0; m < count; ++m) load_row(in + m * in_step, out + m * n, n);
+}
+template <class T>
+void store_chunks(const acc_t<T>* in, T* out, int64_t out_step, int64_t count, int64_t n) {
+  if (out_step == n) n *= count, count = 1;
+  for (int64_t m = 0; m < count; ++m) store_row(in + m * n, out + m * out_step, n);
 }
 
 // --- the geometry of one axis ----------------------------------------------------------------------------------
@@ -177,144 +193,152 @@ struct Weights {
   }
 };
 
-// How rows are cut and stored: a tile is `width` outputs of a row, and its inputs lie in `step` rows of `pitch` pixels,
-// input s + step * i of the tile in row s at i.
+// How rows are cut and kept. An item is `width` outputs of a row and `chunk` channels. Its inputs are kept in `step`
+// rows of `pitch` pixels: input s + step * i of the tile lies in row s at i.
 struct Tiles {
-  int64_t width, tiles, inputs, pitch;
+  int64_t channels, chunk, blocks, width, tiles, inputs, pitch;
 
-  Tiles(const Axis& axis, int64_t chunk) {
-    constexpr int64_t kValues = 1 << 14;
-    const int64_t ratio = (axis.step + axis.phases - 1) / axis.phases;
-    int64_t pixels = std::max<int64_t>(8, kValues / (chunk * ratio));
-    width = std::min((pixels + axis.phases - 1) / axis.phases * axis.phases, axis.out);
+  // `rows` rows of inputs are kept at a time.
+  Tiles(const Axis& axis, int64_t channels, int64_t rows) : channels(channels) {
+    constexpr int64_t kValues = 1 << 16, kWidest = 1 << 14, kNarrowest = 8;
+    const auto inputs_of = [&](int64_t outputs) { return (outputs * axis.down + axis.k) / axis.up + 1; };
+    const int64_t most = std::max<int64_t>(16, kValues / (inputs_of(kNarrowest) * rows) / 16 * 16);
+    blocks = (channels + most - 1) / most;
+    chunk = blocks == 1 ? channels : (channels / blocks + 16) / 16 * 16;
+    blocks = (channels + chunk - 1) / chunk;
+    width = kNarrowest;
+    while (2 * width * chunk <= kWidest && inputs_of(2 * width) * chunk * rows <= kValues) width *= 2;
+    width = std::min((width + axis.phases - 1) / axis.phases * axis.phases, axis.out);
     tiles = (axis.out + width - 1) / width;
-    inputs = 0;
-    for (int64_t tile = 0; tile < tiles; ++tile) {
-      inputs = std::max(inputs, axis.high(end(tile, axis)) - axis.low(begin(tile)));
-    }
-    inputs = std::max<int64_t>(inputs, 1);
+    inputs = inputs_of(width) + 1;
     pitch = (inputs + axis.step - 1) / axis.step + 1;
   }
-  int64_t begin(int64_t tile) const { return tile * width; }
-  int64_t end(int64_t tile, const Axis& axis) const { return std::min(axis.out, (tile + 1) * width); }
 };
 
-// --- the filter along a row --------------------------------------------------------------------------------------
+// Where one tile lies: outputs begin .. begin + n - 1, inputs from `low` on, of which left .. right - 1 exist.
+template <class A>
+struct Place {
+  int64_t image = 0, block = -1, chunk = 0, tile = -1, begin = 0, n = 0, low = 0, left = 0, right = 0;
+  std::vector<int64_t> sources;  // by phase: where in a kept row the first output of the phase finds its inputs
+  std::vector<int64_t> outputs;  // by phase: how many
 
-// Writes the outputs of a tile from `rows` stored input rows and the taps between each of them and each phase.
-template <class T>
-struct Emitter {
-  using A = acc_t<T>;
-  const Axis& axis;
-  const Tiles& tiles;
-  int64_t chunk;
-  std::vector<A> partial;
-  std::vector<A> phase_rows;
-  std::vector<const A*> sources;
-
-  Emitter(const Axis& axis, const Tiles& tiles, int64_t chunk, int64_t rows)
-      : axis(axis),
-        tiles(tiles),
-        chunk(chunk),
-        partial((tiles.width / axis.phases + 1) * chunk),
-        phase_rows(axis.phases > 1 ? (tiles.width / axis.phases + 1) * axis.phases * chunk : 0),
-        sources(rows * std::max<int64_t>(1, axis.most_taps())) {}
-
-  // weights(p) gives the taps of phase p: those of the first row, then those of the second, ...
-  template <class W>
-  void emit(const A* const* rows, int64_t count, int64_t tile, const W& weights, T* y) {
-    const int64_t begin = tiles.begin(tile), n = tiles.end(tile, axis) - begin, low = axis.low(begin);
-    const int64_t m0 = begin / axis.phases;
-    auto outputs = [&](int64_t p) { return (n - p + axis.phases - 1) / axis.phases; };
-    auto find_sources = [&](int64_t p) {
-      const int64_t start = axis.first[p] + axis.step * m0 - low;
-      int64_t k = 0;
-      for (int64_t r = 0; r < count; ++r) {
-        for (int64_t t = 0; t < axis.count[p]; ++t) {
-          const int64_t at = start + t;
-          sources[k++] = rows[r] + (at % axis.step * tiles.pitch + at / axis.step) * chunk;
-        }
-      }
-      return k;
-    };
-    if (axis.phases == 1) {
-      const int64_t taps = find_sources(0);
-      if (taps) weigh(sources.data(), 0, weights(0), taps, partial.data(), y, 0, 1, n * chunk);
-      else std::fill_n(y, n * chunk, T{});
-      return;
-    }
-    if (axis.phases == 2 && chunk == 1 && count == 1 && axis.step == 1 && axis.count[0] == axis.count[1] &&
-        axis.count[0] <= 4 && axis.count[0] > 0) {
-      find_sources(0);
-      const A* even = sources[0];
-      find_sources(1);
-      const A* odd = sources[0];
-      const int64_t pairs = n / 2;
-      auto run = [&](auto row) { row(even, odd, weights(0), weights(1), y, pairs); };
-      switch (axis.count[0]) {
-        case 1: run(up2_row<T, A, 1>); break;
-        case 2: run(up2_row<T, A, 2>); break;
-        case 3: run(up2_row<T, A, 3>); break;
-        default: run(up2_row<T, A, 4>);
-      }
-      if (n % 2) {
-        const int64_t taps = find_sources(0);
-        for (int64_t t = 0; t < taps; ++t) sources[t] += pairs;
-        weigh(sources.data(), 0, weights(0), taps, partial.data(), y + n - 1, 0, 1, 1);
-      }
-      return;
-    }
-    const int64_t room = (tiles.width / axis.phases + 1) * chunk;
-    const bool direct = chunk >= 8;  // long chunks are written where they belong, short ones by way of phase rows
-    for (int64_t p = 0; p < axis.phases; ++p) {
-      const int64_t taps = find_sources(p), m = outputs(p);
-      T* out = y + p * chunk;
-      const int64_t out_step = axis.phases * chunk;
-      if (taps == 0) {
-        if (direct) {
-          for (int64_t i = 0; i < m; ++i) std::fill_n(out + i * out_step, chunk, T{});
-        } else {
-          std::fill_n(phase_rows.data() + p * room, m * chunk, A(0));
-        }
-      } else if (direct) {
-        weigh(sources.data(), chunk, weights(p), taps, partial.data(), out, out_step, m, chunk);
-      } else {
-        weigh(sources.data(), 0, weights(p), taps, partial.data(), phase_rows.data() + p * room, 0, 1, m * chunk);
+  // Whether the tile or block differs from the one before.
+  bool enter(int64_t run, const Axis& h, const Tiles& t) {
+    const int64_t to_tile = run % t.tiles, to_block = run / t.tiles % t.blocks;
+    image = run / t.tiles / t.blocks;
+    if (to_tile == tile && to_block == block) return false;
+    tile = to_tile;
+    block = to_block;
+    chunk = std::min(t.chunk, t.channels - block * t.chunk);
+    begin = tile * t.width;
+    n = std::min(t.width, h.out - begin);
+    low = h.low(begin);
+    left = std::max<int64_t>(0, low);
+    right = std::min(h.in, h.high(begin + n));
+    sources.clear();
+    outputs.clear();
+    for (int64_t p = 0; p < h.phases; ++p) {
+      outputs.push_back((n - p + h.phases - 1) / h.phases);
+      for (int64_t s = 0; s < h.count[p]; ++s) {
+        const int64_t at = h.first[p] + h.step * (begin / h.phases) - low + s;
+        sources.push_back((at % h.step * t.pitch + at / h.step) * chunk);
       }
     }
-    if (direct) return;
-    if (axis.phases == 2 && chunk == 1) {
-      interleave2_row(phase_rows.data(), phase_rows.data() + room, y, n / 2);
-      if (n % 2) y[n - 1] = store<T>(phase_rows[n / 2]);
-      return;
-    }
-    for (int64_t p = 0; p < axis.phases; ++p) {
-      copy_chunks(phase_rows.data() + p * room, chunk, y + p * chunk, axis.phases * chunk, outputs(p), chunk);
-    }
+    return true;
   }
 };
 
-// Store `count` pixels, of which the first is input `at` of the tile, as Tiles says.
-template <class Src, class A>
-void store_inputs(const Src* in, int64_t at, int64_t count, const Axis& axis, const Tiles& tiles, int64_t chunk,
-                  A* row) {
-  if (axis.step == 1) return copy_chunks(in, 0, row + at * chunk, 0, 1, count * chunk);
-  if (axis.step == 2 && chunk == 1) {
-    A *even = row + (at + 1) / 2, *odd = row + tiles.pitch + at / 2;
+// Keep `count` pixels, of which the first is input `at` of the tile.
+template <class A>
+void keep(const A* in, int64_t at, int64_t count, int64_t step, int64_t pitch, int64_t chunk, A* row) {
+  if (step == 2 && chunk == 1) {
+    A *even = row + (at + 1) / 2, *odd = row + pitch + at / 2;
     int64_t i = 0;
-    if (at % 2 && count) *odd++ = load(in[i++]);
+    if (at % 2 && count) *odd++ = in[i++];
     const int64_t pairs = (count - i) / 2;
     split2_row(in + i, even, odd, pairs);
-    if (i + 2 * pairs < count) even[pairs] = load(in[count - 1]);
+    if (i + 2 * pairs < count) even[pairs] = in[count - 1];
     return;
   }
-  for (int64_t s = 0; s < std::min(axis.step, count); ++s) {
+  for (int64_t s = 0; s < std::min(step, count); ++s) {
     const int64_t to = at + s;
-    copy_chunks(in + s * chunk, axis.step * chunk,
-                row + (to % axis.step * tiles.pitch + to / axis.step) * chunk, chunk,
-                (count - s + axis.step - 1) / axis.step, chunk);
+    copy_chunks(in + s * chunk, step * chunk, row + (to % step * pitch + to / step) * chunk, chunk,
+                (count - s + step - 1) / step, chunk);
   }
 }
+
+// Filters kept rows into the outputs of a tile.
+template <class A>
+struct RowFilter {
+  const Axis& axis;
+  const Place<A>& place;
+  std::vector<A> phase_rows;
+  std::vector<const A*> sources;
+  int64_t room;
+
+  RowFilter(const Axis& axis, const Tiles& tiles, const Place<A>& place, int64_t rows)
+      : axis(axis),
+        place(place),
+        sources(rows * std::max<int64_t>(1, axis.most_taps())),
+        room((tiles.width / axis.phases + 1) * tiles.chunk) {
+    if (axis.phases > 1 && tiles.chunk < kDirect) phase_rows.resize(axis.phases * room);
+  }
+
+  // `taps(p)` are those of phase p: of the first row, then of the second, ... Pixels of y are `y_step` apart.
+  template <class W>
+  void operator()(const A* const* rows, int64_t count, const W& taps, A* y, int64_t y_step) {
+    const int64_t chunk = place.chunk, phases = axis.phases;
+    if (phases == 1) {
+      const int64_t k = find(rows, count, 0, 0);
+      if (y_step == chunk) weigh(sources.data(), 0, taps(0), k, y, 0, 1, place.n * chunk);
+      else weigh(sources.data(), chunk, taps(0), k, y, y_step, place.n, chunk);
+      return;
+    }
+    if (phases == 2 && chunk == 1 && count == 1 && axis.step == 1 && axis.count[0] == axis.count[1] &&
+        axis.count[0] >= 1 && axis.count[0] <= 4) {
+      const A *even = rows[0] + place.sources[0], *odd = rows[0] + place.sources[axis.count[0]];
+      const int64_t pairs = place.n / 2;
+      auto run = [&](auto row) { row(even, odd, taps(0), taps(1), y, pairs); };
+      switch (axis.count[0]) {
+        case 1: run(up2_row<A, 1>); break;
+        case 2: run(up2_row<A, 2>); break;
+        case 3: run(up2_row<A, 3>); break;
+        default: run(up2_row<A, 4>);
+      }
+      if (place.n % 2) {
+        const int64_t k = find(rows, count, 0, 0);
+        for (int64_t t = 0; t < k; ++t) sources[t] += pairs;
+        weigh(sources.data(), 0, taps(0), k, y + place.n - 1, 0, 1, 1);
+      }
+      return;
+    }
+    for (int64_t p = 0, from = 0; p < phases; from += axis.count[p++]) {
+      const int64_t k = find(rows, count, p, from), m = place.outputs[p];
+      if (chunk >= kDirect) weigh(sources.data(), chunk, taps(p), k, y + p * y_step, phases * y_step, m, chunk);
+      else weigh(sources.data(), 0, taps(p), k, phase_rows.data() + p * room, 0, 1, m * chunk);
+    }
+    if (chunk >= kDirect) return;
+    if (phases == 2 && chunk == 1) {
+      interleave2_row(phase_rows.data(), phase_rows.data() + room, y, place.n / 2);
+      if (place.n % 2) y[place.n - 1] = phase_rows[place.n / 2];
+      return;
+    }
+    for (int64_t p = 0; p < phases; ++p) {
+      copy_chunks(phase_rows.data() + p * room, chunk, y + p * y_step, phases * y_step, place.outputs[p], chunk);
+    }
+  }
+
+ private:
+  static constexpr int64_t kDirect = 8;  // long chunks are written where they belong, short ones by way of phase rows
+
+  int64_t find(const A* const* rows, int64_t count, int64_t p, int64_t from) {
+    int64_t k = 0;
+    for (int64_t r = 0; r < count; ++r) {
+      for (int64_t t = 0; t < axis.count[p]; ++t) sources[k++] = rows[r] + place.sources[from + t];
+    }
+    return k;
+  }
+};
 
 // --- the operator ----------------------------------------------------------------------------------------------
 
@@ -332,7 +356,7 @@ struct Filter {
     if (f) {
       is_vector = f->dim() == 1;
       w = f->size(f->dim() - 1);
-      h = f->size(0);
+      h = f->size(0);  // w for a vector, which serves both axes
       taps = is_vector ? read(*f, 1, w, 0, f->stride(0)) : read(*f, h, w, f->stride(0), f->stride(1));
       if (!flip) std::reverse(taps.begin(), taps.end());
     }
@@ -413,111 +437,160 @@ struct FullWeights {
 
 template <class T>
 struct Image {
-  const T* x;
-  int64_t height, width, chunk;
-  const T* at(int64_t image, int64_t row, int64_t column) const {
-    return x + ((image * height + row) * width + column) * chunk;
+  T* data;
+  int64_t height, width, channels;
+  T* at(int64_t image, int64_t row, int64_t column) const {
+    return data + ((image * height + row) * width + column) * channels;
   }
 };
 
-// The part of an item that lies inside the image: rows first .. first + count - 1 of the window's, columns begin .. end.
-struct Inside {
-  int64_t skip, count, top, begin, end;
+// The rows of the image that output row i sees: `count` of them from `top` on, after `skip` above the image.
+struct Span {
+  int64_t phase, skip, count, top;
 
-  Inside(const Axis& v, const Axis& h, const Tiles& tiles, int64_t i, int64_t tile) {
-    const int64_t q = i % v.phases, first = v.first[q] + v.step * (i / v.phases);
-    skip = std::clamp<int64_t>(-first, 0, v.count[q]);
-    count = std::clamp<int64_t>(v.in - first, skip, v.count[q]) - skip;
+  Span(const Axis& v, int64_t i) : phase(i % v.phases) {
+    const int64_t first = v.first[phase] + v.step * (i / v.phases);
+    skip = std::clamp<int64_t>(-first, 0, v.count[phase]);
+    count = std::clamp<int64_t>(v.in - first, skip, v.count[phase]) - skip;
     top = first + skip;
-    begin = std::max<int64_t>(0, h.low(tiles.begin(tile)));
-    end = std::min(h.in, h.high(tiles.end(tile, h)));
   }
-  bool empty() const { return count <= 0 || begin >= end; }
 };
+
+// Call row(i) for the items from .. to - 1, which are the rows of one tile after another; enter(run) before each tile.
+template <class Enter, class Row>
+void for_items(int64_t from, int64_t to, int64_t rows, const Enter& enter, const Row& row) {
+  for (int64_t item = from; item < to;) {
+    const int64_t first = item % rows, last = std::min(rows, first + to - item);
+    enter(item / rows);
+    for (int64_t i = first; i < last; ++i) row(i);
+    item += last - first;
+  }
+}
 
 template <class T>
-void separable_rows(const Image<T>& x, T* y, const Axis& v, const Axis& h, const Tiles& tiles,
+void separable_rows(const Image<const T>& x, const Image<T>& y, const Axis& v, const Axis& h,
                     const Filter<acc_t<T>>& filter, int64_t images) {
   using A = acc_t<T>;
+  constexpr bool kConvert = !std::is_same_v<T, A>;
   const Weights<A> down(v, filter.column.data()), along(h, filter.row.data());
-  const int64_t chunk = x.chunk;
-  parallel(images * tiles.tiles * v.out, tiles.width * chunk, [&](int64_t from, int64_t to) {
-    Emitter<T> emitter(h, tiles, chunk, 1);
-    std::vector<A> sum(tiles.inputs * chunk), partial(v.most_taps() > 4 ? tiles.inputs * chunk : 0);
-    std::vector<A> stored(h.step > 1 ? h.step * tiles.pitch * chunk : 0);
-    std::vector<const T*> rows(std::max<int64_t>(1, v.most_taps()));
-    int64_t current = -1;
-    for (int64_t item = from; item < to; ++item) {
-      const int64_t i = item % v.out, tile = item / v.out % tiles.tiles, image = item / v.out / tiles.tiles;
-      const int64_t low = h.low(tiles.begin(tile)), n = tiles.end(tile, h) - tiles.begin(tile);
-      T* out = y + ((image * v.out + i) * h.out + tiles.begin(tile)) * chunk;
-      const Inside part(v, h, tiles, i, tile);
-      if (part.empty()) {
-        std::fill_n(out, n * chunk, T{});
-        continue;
-      }
-      if (current != tile) {  // the margins stay zero until another tile has others
+  const int64_t ring = kConvert ? std::max<int64_t>(1, v.most_taps()) : 1;
+  const Tiles tiles(h, x.channels, ring);
+  parallel(images * tiles.blocks * tiles.tiles * v.out, tiles.width * tiles.chunk, [&](int64_t from, int64_t to) {
+    Place<A> place;
+    RowFilter<A> filter_row(h, tiles, place, 1);
+    std::vector<A> sum(tiles.inputs * tiles.chunk), kept(h.step > 1 ? h.step * tiles.pitch * tiles.chunk : 0);
+    std::vector<A> slots(kConvert ? ring * tiles.inputs * tiles.chunk : 0);
+    std::vector<A> result(kConvert ? tiles.width * tiles.chunk : 0);
+    std::vector<int64_t> held(ring);
+    std::vector<const A*> rows(std::max<int64_t>(1, v.most_taps()));
+    int64_t channel = 0;
+    auto enter = [&](int64_t run) {
+      if (place.enter(run, h, tiles)) {  // the margins stay zero from here on
         std::fill(sum.begin(), sum.end(), A(0));
-        std::fill(stored.begin(), stored.end(), A(0));
-        current = tile;
+        std::fill(kept.begin(), kept.end(), A(0));
       }
-      for (int64_t t = 0; t < part.count; ++t) rows[t] = x.at(image, part.top + t, part.begin);
-      A* inside = sum.data() + (part.begin - low) * chunk;
-      const int64_t width = part.end - part.begin;
-      weigh(rows.data(), 0, down.taps.data() + down.begin[i % v.phases] + part.skip, part.count, partial.data(),
-            inside, 0, 1, width * chunk);
+      std::fill(held.begin(), held.end(), -1);
+      channel = place.block * tiles.chunk;
+    };
+    auto taps = [&](int64_t p) { return along.taps.data() + along.begin[p]; };
+    for_items(from, to, v.out, enter, [&](int64_t i) {
+      const int64_t chunk = place.chunk, width = place.right - place.left;
+      T* out = y.at(place.image, i, place.begin) + channel;
+      const Span span(v, i);
+      if (span.count <= 0 || width <= 0) {
+        for (int64_t j = 0; j < place.n; ++j) std::fill_n(out + j * y.channels, chunk, T{});
+        return;
+      }
+      int64_t pixel = x.channels;  // values between the pixels of a row
+      for (int64_t t = 0; t < span.count; ++t) {
+        const int64_t r = span.top + t;
+        const T* in = x.at(place.image, r, place.left) + channel;
+        if constexpr (kConvert) {
+          A* slot = slots.data() + r % ring * tiles.inputs * tiles.chunk;
+          if (held[r % ring] != r) {
+            load_chunks(in, pixel, slot, width, chunk);
+            held[r % ring] = r;
+          }
+          rows[t] = slot;
+        } else {
+          rows[t] = in;
+        }
+      }
+      if (kConvert) pixel = chunk;
+      A* inside = sum.data() + (place.left - place.low) * chunk;
+      const A* weights = down.taps.data() + down.begin[span.phase] + span.skip;
+      if (pixel == chunk) weigh(rows.data(), 0, weights, span.count, inside, 0, 1, width * chunk);
+      else weigh(rows.data(), pixel, weights, span.count, inside, chunk, width, chunk);
       const A* row = sum.data();
       if (h.step > 1) {
-        store_inputs(inside, part.begin - low, width, h, tiles, chunk, stored.data());
-        row = stored.data();
+        keep<A>(inside, place.left - place.low, width, h.step, tiles.pitch, chunk, kept.data());
+        row = kept.data();
       }
-      emitter.emit(&row, 1, tile, [&](int64_t p) { return along.taps.data() + along.begin[p]; }, out);
-    }
+      if constexpr (kConvert) {
+        filter_row(&row, 1, taps, result.data(), chunk);
+        store_chunks(result.data(), out, y.channels, place.n, chunk);
+      } else {
+        filter_row(&row, 1, taps, out, y.channels);
+      }
+    });
   });
 }
 
 template <class T>
-void full_rows(const Image<T>& x, T* y, const Axis& v, const Axis& h, const Tiles& tiles,
+void full_rows(const Image<const T>& x, const Image<T>& y, const Axis& v, const Axis& h,
                const Filter<acc_t<T>>& filter, int64_t images) {
   using A = acc_t<T>;
+  constexpr bool kConvert = !std::is_same_v<T, A>;
   const FullWeights<A> weights(v, h, filter.full);
-  const int64_t chunk = x.chunk, ring = std::max<int64_t>(1, v.most_taps());
-  const int64_t slot_size = h.step * tiles.pitch * chunk;
-  parallel(images * tiles.tiles * v.out, tiles.width * chunk * ring, [&](int64_t from, int64_t to) {
-    Emitter<T> emitter(h, tiles, chunk, ring);
-    std::vector<A> slots(ring * slot_size);
-    std::vector<int64_t> held(ring, -1);
+  const int64_t ring = std::max<int64_t>(1, v.most_taps());
+  const Tiles tiles(h, x.channels, ring);
+  const int64_t slot_size = h.step * tiles.pitch * tiles.chunk;
+  const int64_t cost = tiles.width * tiles.chunk * ring;
+  parallel(images * tiles.blocks * tiles.tiles * v.out, cost, [&](int64_t from, int64_t to) {
+    Place<A> place;
+    RowFilter<A> filter_row(h, tiles, place, ring);
+    std::vector<A> slots(ring * slot_size), result(kConvert ? tiles.width * tiles.chunk : 0);
+    std::vector<A> loaded(tiles.inputs * tiles.chunk);
+    std::vector<int64_t> held(ring);
     std::vector<const A*> rows(ring);
-    int64_t current = -1;
-    for (int64_t item = from; item < to; ++item) {
-      const int64_t i = item % v.out, tile = item / v.out % tiles.tiles, image = item / v.out / tiles.tiles;
-      const int64_t low = h.low(tiles.begin(tile)), n = tiles.end(tile, h) - tiles.begin(tile);
-      T* out = y + ((image * v.out + i) * h.out + tiles.begin(tile)) * chunk;
-      const Inside part(v, h, tiles, i, tile);
-      if (part.empty()) {
-        std::fill_n(out, n * chunk, T{});
-        continue;
+    int64_t channel = 0;
+    auto enter = [&](int64_t run) {
+      if (place.enter(run, h, tiles)) std::fill(slots.begin(), slots.end(), A(0));
+      std::fill(held.begin(), held.end(), -1);
+      channel = place.block * tiles.chunk;
+    };
+    for_items(from, to, v.out, enter, [&](int64_t i) {
+      const int64_t chunk = place.chunk, width = place.right - place.left;
+      T* out = y.at(place.image, i, place.begin) + channel;
+      const Span span(v, i);
+      if (span.count <= 0 || width <= 0) {
+        for (int64_t j = 0; j < place.n; ++j) std::fill_n(out + j * y.channels, chunk, T{});
+        return;
       }
-      if (current != item / v.out) {
-        std::fill(slots.begin(), slots.end(), A(0));
-        std::fill(held.begin(), held.end(), -1);
-        current = item / v.out;
-      }
-      for (int64_t t = 0; t < part.count; ++t) {
-        const int64_t r = part.top + t, at = r % ring;
-        rows[t] = slots.data() + at * slot_size;
-        if (held[at] != r) {
-          store_inputs(x.at(image, r, part.begin), part.begin - low, part.end - part.begin, h, tiles, chunk,
-                       slots.data() + at * slot_size);
-          held[at] = r;
+      for (int64_t t = 0; t < span.count; ++t) {
+        const int64_t r = span.top + t;
+        A* slot = slots.data() + r % ring * slot_size;
+        rows[t] = slot;
+        if (held[r % ring] == r) continue;
+        held[r % ring] = r;
+        const T* in = x.at(place.image, r, place.left) + channel;
+        if (h.step == 1) {
+          load_chunks(in, x.channels, slot + (place.left - place.low) * chunk, width, chunk);
+        } else {
+          load_chunks(in, x.channels, loaded.data(), width, chunk);
+          keep<A>(loaded.data(), place.left - place.low, width, h.step, tiles.pitch, chunk, slot);
         }
       }
-      const int64_t q = i % v.phases;
       auto taps = [&](int64_t p) {
-        return weights.taps.data() + weights.begin[q * weights.phases + p] + part.skip * h.count[p];
+        return weights.taps.data() + weights.begin[span.phase * weights.phases + p] + span.skip * h.count[p];
       };
-      emitter.emit(rows.data(), part.count, tile, taps, out);
-    }
+      if constexpr (kConvert) {
+        filter_row(rows.data(), span.count, taps, result.data(), chunk);
+        store_chunks(result.data(), out, y.channels, place.n, chunk);
+      } else {
+        filter_row(rows.data(), span.count, taps, out, y.channels);
+      }
+    });
   });
 }
 
@@ -542,15 +615,14 @@ Tensor upfirdn2d_cpu(const Tensor& x_any, const std::optional<Tensor>& f, int64_
   const int64_t batch = x.size(0), channels = x.size(1), height = x.size(2), width = x.size(3);
   Tensor y = empty_dense(x, {batch, channels, out_h, out_w}, channels_last);
   if (y.numel() == 0) return y;
-  const int64_t chunk = channels_last ? channels : 1, images = channels_last ? batch : batch * channels;
+  const int64_t inner = channels_last ? channels : 1, images = channels_last ? batch : batch * channels;
   dispatch_floating(x.scalar_type(), [&](auto kind) {
     using T = decltype(kind);
     const Filter<acc_t<T>> filter(f, flip, gain);
-    const int64_t fh = f && f->dim() == 1 ? filter.w : filter.h;
-    const Axis v(height, out_h, fh, up_y, down_y, pad_y), h(width, out_w, filter.w, up_x, down_x, pad_x);
-    const Tiles tiles(h, chunk);
-    const Image<T> image{data<T>(x), height, width, chunk};
-    (filter.separable ? separable_rows<T> : full_rows<T>)(image, mutable_data<T>(y), v, h, tiles, filter, images);
+    const Axis v(height, out_h, filter.h, up_y, down_y, pad_y), h(width, out_w, filter.w, up_x, down_x, pad_x);
+    const Image<const T> from{data<T>(x), height, width, inner};
+    const Image<T> to{mutable_data<T>(y), out_h, out_w, inner};
+    (filter.separable ? separable_rows<T> : full_rows<T>)(from, to, v, h, filter, images);
   });
   return y;
 }
@@ -568,59 +640,55 @@ Tensor upfirdn2d_filter_backward_cpu(const Tensor& x_any, const Tensor& dy_any, 
   const bool channels_last = is_channels_last(x_any);
   const Tensor x = to_dense(x_any, channels_last), dy = to_dense(dy_any, channels_last);
   const int64_t batch = x.size(0), channels = x.size(1);
-  const int64_t chunk = channels_last ? channels : 1, images = channels_last ? batch : batch * channels;
+  const int64_t inner = channels_last ? channels : 1, images = channels_last ? batch : batch * channels;
   Tensor df = empty_dense(x, {fh, fw}, false, acc_dtype(x.scalar_type()));
   const Axis v(x.size(2), dy.size(2), fh, up_y, down_y, pad_y), h(x.size(3), dy.size(3), fw, up_x, down_x, pad_x);
   dispatch_floating(x.scalar_type(), [&](auto kind) {
     using T = decltype(kind);
     using A = acc_t<T>;
-    const Image<T> image{data<T>(x), v.in, h.in, chunk};
-    const T* dys = data<T>(dy);
+    const Image<const T> from_x{data<T>(x), v.in, h.in, inner}, from_dy{data<T>(dy), v.out, h.out, inner};
     A* result = mutable_data<A>(df);
-    const int64_t rows = dy.numel() ? images * v.out : 0;
     // Fixed blocks of rows, whatever the threads: each sums its own part of the gradient.
+    const Tiles tiles(h, inner, 1);
+    const int64_t rows = dy.numel() ? images * tiles.blocks * tiles.tiles * v.out : 0;
     const int64_t block = std::max<int64_t>(8, (rows + 63) / 64), blocks = (rows + block - 1) / block;
     std::vector<double> sums(blocks * fh * fw);
-    if (blocks) {
-      const Tiles tiles(h, chunk);
-      parallel(blocks, block * h.out * chunk, [&](int64_t from, int64_t to) {
-        std::vector<A> stored(h.step * tiles.pitch * chunk);
-        const int64_t room = (tiles.width / h.phases + 1) * chunk;
-        std::vector<A> phase_rows(h.phases * room);
-        for (int64_t b = from; b < to; ++b) {
-          double* sum = sums.data() + b * fh * fw;
-          for (int64_t tile = 0; tile < tiles.tiles; ++tile) {
-            const int64_t begin = tiles.begin(tile), n = tiles.end(tile, h) - begin, low = h.low(begin);
-            std::fill(stored.begin(), stored.end(), A(0));
-            for (int64_t row = b * block; row < std::min((b + 1) * block, rows); ++row) {
-              const int64_t i = row % v.out, q = i % v.phases;
-              const Inside part(v, h, tiles, i, tile);
-              if (part.empty()) continue;
-              const T* from_dy = dys + (row * h.out + begin) * chunk;
-              for (int64_t p = 0; p < h.phases; ++p) {
-                copy_chunks(from_dy + p * chunk, h.phases * chunk, phase_rows.data() + p * room, chunk,
-                            (n - p + h.phases - 1) / h.phases, chunk);
-              }
-              for (int64_t s = 0; s < part.count; ++s) {
-                store_inputs(image.at(row / v.out, part.top + s, part.begin), part.begin - low,
-                             part.end - part.begin, h, tiles, chunk, stored.data());
-                double* out = sum + (v.offset[q] + v.up * (part.skip + s)) * fw;
-                for (int64_t p = 0; p < h.phases; ++p) {
-                  const int64_t start = h.first[p] + h.step * (begin / h.phases) - low;
-                  for (int64_t t = 0; t < h.count[p]; ++t) {
-                    const int64_t at = start + t;
-                    out[h.offset[p] + h.up * t] +=
-                        dot_row(phase_rows.data() + p * room,
-                                stored.data() + (at % h.step * tiles.pitch + at / h.step) * chunk,
-                                (n - p + h.phases - 1) / h.phases * chunk);
-                  }
-                }
+    parallel(blocks, block * tiles.width * tiles.chunk, [&](int64_t from, int64_t to) {
+      Place<A> place;
+      std::vector<A> loaded(std::max(tiles.inputs, tiles.width) * tiles.chunk);
+      std::vector<A> kept(h.step * tiles.pitch * tiles.chunk);
+      const int64_t room = (tiles.width / h.phases + 1) * tiles.chunk;
+      std::vector<A> phase_rows(h.phases * room);
+      for (int64_t b = from; b < to; ++b) {
+        double* sum = sums.data() + b * fh * fw;
+        int64_t channel = 0;
+        auto enter = [&](int64_t run) {
+          if (place.enter(run, h, tiles)) std::fill(kept.begin(), kept.end(), A(0));
+          channel = place.block * tiles.chunk;
+        };
+        for_items(b * block, std::min((b + 1) * block, rows), v.out, enter, [&](int64_t i) {
+          const int64_t chunk = place.chunk, width = place.right - place.left;
+          const Span span(v, i);
+          if (span.count <= 0 || width <= 0) return;
+          load_chunks(from_dy.at(place.image, i, place.begin) + channel, inner, loaded.data(), place.n, chunk);
+          for (int64_t p = 0; p < h.phases; ++p) {
+            copy_chunks<A>(loaded.data() + p * chunk, h.phases * chunk, phase_rows.data() + p * room, chunk,
+                           place.outputs[p], chunk);
+          }
+          for (int64_t s = 0; s < span.count; ++s) {
+            load_chunks(from_x.at(place.image, span.top + s, place.left) + channel, inner, loaded.data(), width, chunk);
+            keep<A>(loaded.data(), place.left - place.low, width, h.step, tiles.pitch, chunk, kept.data());
+            double* out = sum + (v.offset[span.phase] + v.up * (span.skip + s)) * fw;
+            for (int64_t p = 0, at = 0; p < h.phases; ++p) {
+              for (int64_t t = 0; t < h.count[p]; ++t) {
+                out[h.offset[p] + h.up * t] += dot_row(phase_rows.data() + p * room,
+                                                       kept.data() + place.sources[at++], place.outputs[p] * chunk);
               }
             }
           }
-        }
-      });
-    }
+        });
+      }
+    });
     for (int64_t k = 0; k < fh * fw; ++k) {
       double sum = 0;
       for (int64_t b = 0; b < blocks; ++b) sum += sums[b * fh * fw + k];
