@@ -8,6 +8,7 @@
 
 #if defined(__x86_64__) && !defined(PIXFUSE_SANITIZE)
 #include <immintrin.h>
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // GCC's own headers
 #endif
 
 namespace pixfuse {

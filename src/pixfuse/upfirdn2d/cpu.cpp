@@ -21,20 +21,29 @@ namespace {
 
 // --- row loops -------------------------------------------------------------------------------------------------
 
-// out[m, i] = base[m, i] + sum over K of w[k] * src[k][m, i], for `count` chunks of n values.
-template <class A, int K, bool kAdd>
-PIXFUSE_CLONES void weigh_rows(const A* const* src, int64_t src_step, const A* w, const A* base, int64_t base_step,
-                               A* out, int64_t out_step, int64_t count, int64_t n) {
-  const A* s[K];
+// out[m, i] = base[m, i] + sum over K of w[k] * src[k][m, i], for `count` chunks of n values. With kBlocks n is a
+// multiple of 16, so that short chunks cost no more than long rows.
+template <class Src, class Dst, class A, int K, bool kAdd, bool kBlocks>
+PIXFUSE_CLONES void weigh_rows(const Src* const* src, int64_t src_step, const A* w, const A* base, int64_t base_step,
+                               Dst* out, int64_t out_step, int64_t count, int64_t n) {
+  const Src* s[K];
   A v[K];
   for (int k = 0; k < K; ++k) s[k] = src[k], v[k] = w[k];
   for (int64_t m = 0; m < count; ++m) {
-#pragma GCC ivdep
-    for (int64_t i = 0; i < n; ++i) {
-      A sum = v[0] * s[0][i];
-      for (int k = 1; k < K; ++k) sum += v[k] * s[k][i];
+    const auto at = [&](int64_t i) __attribute__((always_inline)) {
+      A sum = v[0] * load(s[0][i]);
+      for (int k = 1; k < K; ++k) sum += v[k] * load(s[k][i]);
       if constexpr (kAdd) sum += base[i];
-      out[i] = sum;
+      out[i] = store<Dst>(sum);
+    };
+    if constexpr (kBlocks) {
+      for (int64_t b = 0; b < n; b += 16) {
+#pragma GCC ivdep
+        for (int64_t i = 0; i < 16; ++i) at(b + i);
+      }
+    } else {
+#pragma GCC ivdep
+      for (int64_t i = 0; i < n; ++i) at(i);
     }
     for (int k = 0; k < K; ++k) s[k] += src_step;
     out += out_step;
@@ -43,25 +52,25 @@ PIXFUSE_CLONES void weigh_rows(const A* const* src, int64_t src_step, const A* w
 }
 
 // out[2 * m + p] = sum over K of w[p][k] * src[p][m + k]: both phases of up 2, interleaved.
-template <class A, int K>
-PIXFUSE_CLONES void up2_row(const A* even, const A* odd, const A* we, const A* wo, A* out, int64_t count) {
+template <class Dst, class A, int K>
+PIXFUSE_CLONES void up2_row(const A* even, const A* odd, const A* we, const A* wo, Dst* out, int64_t count) {
   A v[K], u[K];
   for (int k = 0; k < K; ++k) v[k] = we[k], u[k] = wo[k];
 #pragma GCC ivdep
   for (int64_t m = 0; m < count; ++m) {
     A a = v[0] * even[m], b = u[0] * odd[m];
     for (int k = 1; k < K; ++k) a += v[k] * even[m + k], b += u[k] * odd[m + k];
-    out[2 * m] = a;
-    out[2 * m + 1] = b;
+    out[2 * m] = store<Dst>(a);
+    out[2 * m + 1] = store<Dst>(b);
   }
 }
 
-template <class A>
-PIXFUSE_CLONES void interleave2_row(const A* even, const A* odd, A* out, int64_t count) {
+template <class Dst, class A>
+PIXFUSE_CLONES void interleave2_row(const A* even, const A* odd, Dst* out, int64_t count) {
 #pragma GCC ivdep
   for (int64_t m = 0; m < count; ++m) {
-    out[2 * m] = even[m];
-    out[2 * m + 1] = odd[m];
+    out[2 * m] = store<Dst>(even[m]);
+    out[2 * m + 1] = store<Dst>(odd[m]);
   }
 }
 
@@ -75,16 +84,16 @@ PIXFUSE_CLONES void split2_row(const A* in, A* even, A* odd, int64_t count) {
 }
 
 // out[m, i] = in[m, i].
-template <class A>
-PIXFUSE_CLONES void copy_chunks(const A* in, int64_t in_step, A* out, int64_t out_step, int64_t count, int64_t n) {
+template <class Dst, class A>
+PIXFUSE_CLONES void copy_chunks(const A* in, int64_t in_step, Dst* out, int64_t out_step, int64_t count, int64_t n) {
   if (n == 1) {
 #pragma GCC ivdep
-    for (int64_t m = 0; m < count; ++m) out[m * out_step] = in[m * in_step];
+    for (int64_t m = 0; m < count; ++m) out[m * out_step] = store<Dst>(in[m * in_step]);
     return;
   }
   for (int64_t m = 0; m < count; ++m) {
 #pragma GCC ivdep
-    for (int64_t i = 0; i < n; ++i) out[m * out_step + i] = in[m * in_step + i];
+    for (int64_t i = 0; i < n; ++i) out[m * out_step + i] = store<Dst>(in[m * in_step + i]);
   }
 }
 
@@ -101,34 +110,46 @@ PIXFUSE_CLONES double dot_row(const A* a, const A* b, int64_t n) {
   return sum;
 }
 
-template <class A, bool kAdd>
-void weigh_some(int64_t k, const A* const* src, int64_t src_step, const A* w, const A* base, int64_t base_step, A* out,
-                int64_t out_step, int64_t count, int64_t n) {
+template <class Src, class Dst, class A, bool kAdd, bool kBlocks>
+void weigh_some(int64_t k, const Src* const* src, int64_t src_step, const A* w, const A* base, int64_t base_step,
+                Dst* out, int64_t out_step, int64_t count, int64_t n) {
   auto call = [&](auto rows) { rows(src, src_step, w, base, base_step, out, out_step, count, n); };
   switch (k) {
-    case 1: return call(weigh_rows<A, 1, kAdd>);
-    case 2: return call(weigh_rows<A, 2, kAdd>);
-    case 3: return call(weigh_rows<A, 3, kAdd>);
-    case 4: return call(weigh_rows<A, 4, kAdd>);
-    case 5: return call(weigh_rows<A, 5, kAdd>);
-    default: return call(weigh_rows<A, 6, kAdd>);
+    case 1: return call(weigh_rows<Src, Dst, A, 1, kAdd, kBlocks>);
+    case 2: return call(weigh_rows<Src, Dst, A, 2, kAdd, kBlocks>);
+    case 3: return call(weigh_rows<Src, Dst, A, 3, kAdd, kBlocks>);
+    case 4: return call(weigh_rows<Src, Dst, A, 4, kAdd, kBlocks>);
+    case 5: return call(weigh_rows<Src, Dst, A, 5, kAdd, kBlocks>);
+    default: return call(weigh_rows<Src, Dst, A, 6, kAdd, kBlocks>);
   }
 }
 
-// out[m, i] = sum over `taps` of w[t] * src[t][m, i]; zero without taps.
-template <class A>
-void weigh(const A* const* src, int64_t src_step, const A* w, int64_t taps, A* out, int64_t out_step, int64_t count,
-           int64_t n) {
+template <class Src, class Dst, class A, bool kBlocks>
+void weigh_all(const Src* const* src, int64_t src_step, const A* w, int64_t taps, A* partial, Dst* out,
+               int64_t out_step, int64_t count, int64_t n) {
   constexpr int64_t kMost = 6;
-  if (taps == 0) {
-    for (int64_t m = 0; m < count; ++m) std::fill_n(out + m * out_step, n, A(0));
+  if (taps <= kMost) {
+    weigh_some<Src, Dst, A, false, kBlocks>(taps, src, src_step, w, nullptr, 0, out, out_step, count, n);
     return;
   }
-  int64_t t = std::min(taps, kMost);
-  weigh_some<A, false>(t, src, src_step, w, nullptr, 0, out, out_step, count, n);
-  for (int64_t k; t < taps; t += k) {
-    k = std::min(taps - t, kMost);
-    weigh_some<A, true>(k, src + t, src_step, w + t, out, out_step, out, out_step, count, n);
+  weigh_some<Src, A, A, false, kBlocks>(kMost, src, src_step, w, nullptr, 0, partial, n, count, n);
+  int64_t t = kMost;
+  for (; taps - t > kMost; t += kMost) {
+    weigh_some<Src, A, A, true, kBlocks>(kMost, src + t, src_step, w + t, partial, n, partial, n, count, n);
+  }
+  weigh_some<Src, Dst, A, true, kBlocks>(taps - t, src + t, src_step, w + t, partial, n, out, out_step, count, n);
+}
+
+// out[m, i] = sum over `taps` of w[t] * src[t][m, i]; zero without taps. `partial` has room for count * n sums.
+template <class Src, class Dst, class A>
+void weigh(const Src* const* src, int64_t src_step, const A* w, int64_t taps, A* partial, Dst* out, int64_t out_step,
+           int64_t count, int64_t n) {
+  if (taps == 0) {
+    for (int64_t m = 0; m < count; ++m) std::fill_n(out + m * out_step, n, Dst{});
+  } else if (count > 1 && n % 16 == 0) {
+    weigh_all<Src, Dst, A, true>(src, src_step, w, taps, partial, out, out_step, count, n);
+  } else {
+    weigh_all<Src, Dst, A, false>(src, src_step, w, taps, partial, out, out_step, count, n);
   }
 }
 
@@ -193,25 +214,32 @@ struct Weights {
   }
 };
 
-// How rows are cut and kept. An item is `width` outputs of a row and `chunk` channels. Its inputs are kept in `step`
-// rows of `pitch` pixels: input s + step * i of the tile lies in row s at i.
-struct Tiles {
-  int64_t channels, chunk, blocks, width, tiles, inputs, pitch;
+// Chunks of so many values are read and written where they lie, `step` or `phases` pixels apart; the pixels of shorter
+// ones are sorted first, so that loops run along the row.
+constexpr int64_t kDirect = 8;
 
-  // `rows` rows of inputs are kept at a time.
-  Tiles(const Axis& axis, int64_t channels, int64_t rows) : channels(channels) {
-    constexpr int64_t kValues = 1 << 16, kWidest = 1 << 14, kNarrowest = 8;
+// How rows are cut and kept. An item is `width` outputs of a row and `chunk` channels: what it needs stays in L1. Its
+// inputs are kept in `split` rows of `pitch` pixels: input s + split * i of the tile lies in row s at i.
+struct Tiles {
+  int64_t channels, chunk, blocks, width, tiles, inputs, split, pitch;
+
+  // `rows` rows of inputs are kept at a time; `sorted` whatever the chunk.
+  Tiles(const Axis& axis, int64_t channels, int64_t rows, bool sorted = false) : channels(channels) {
+    constexpr int64_t kNarrowest = 8;
+    const int64_t kValues = rows == 1 ? 1 << 15 : 1 << 13;
     const auto inputs_of = [&](int64_t outputs) { return (outputs * axis.down + axis.k) / axis.up + 1; };
-    const int64_t most = std::max<int64_t>(16, kValues / (inputs_of(kNarrowest) * rows) / 16 * 16);
+    const auto kept = [&](int64_t outputs) { return inputs_of(outputs) * (rows + 1) + outputs; };
+    const int64_t most = std::max<int64_t>(16, 4 * kValues / kept(kNarrowest) / 16 * 16);
     blocks = (channels + most - 1) / most;
     chunk = blocks == 1 ? channels : (channels / blocks + 16) / 16 * 16;
     blocks = (channels + chunk - 1) / chunk;
     width = kNarrowest;
-    while (2 * width * chunk <= kWidest && inputs_of(2 * width) * chunk * rows <= kValues) width *= 2;
+    while (kept(2 * width) * chunk <= kValues) width *= 2;
     width = std::min((width + axis.phases - 1) / axis.phases * axis.phases, axis.out);
     tiles = (axis.out + width - 1) / width;
     inputs = inputs_of(width) + 1;
-    pitch = (inputs + axis.step - 1) / axis.step + 1;
+    split = sorted || chunk < kDirect ? axis.step : 1;
+    pitch = (inputs + split - 1) / split + 1;
   }
 };
 
@@ -241,7 +269,7 @@ struct Place {
       outputs.push_back((n - p + h.phases - 1) / h.phases);
       for (int64_t s = 0; s < h.count[p]; ++s) {
         const int64_t at = h.first[p] + h.step * (begin / h.phases) - low + s;
-        sources.push_back((at % h.step * t.pitch + at / h.step) * chunk);
+        sources.push_back((at % t.split * t.pitch + at / t.split) * chunk);
       }
     }
     return true;
@@ -268,59 +296,68 @@ void keep(const A* in, int64_t at, int64_t count, int64_t step, int64_t pitch, i
 }
 
 // Filters kept rows into the outputs of a tile.
-template <class A>
+template <class Dst, class A>
 struct RowFilter {
   const Axis& axis;
+  const Tiles& tiles;
   const Place<A>& place;
-  std::vector<A> phase_rows;
+  std::vector<A> phase_rows, partial;
   std::vector<const A*> sources;
   int64_t room;
 
   RowFilter(const Axis& axis, const Tiles& tiles, const Place<A>& place, int64_t rows)
       : axis(axis),
+        tiles(tiles),
         place(place),
         sources(rows * std::max<int64_t>(1, axis.most_taps())),
         room((tiles.width / axis.phases + 1) * tiles.chunk) {
     if (axis.phases > 1 && tiles.chunk < kDirect) phase_rows.resize(axis.phases * room);
+    if (sources.size() > 6) partial.resize(room);
   }
 
   // `taps(p)` are those of phase p: of the first row, then of the second, ... Pixels of y are `y_step` apart.
   template <class W>
-  void operator()(const A* const* rows, int64_t count, const W& taps, A* y, int64_t y_step) {
+  void operator()(const A* const* rows, int64_t count, const W& taps, Dst* y, int64_t y_step) {
     const int64_t chunk = place.chunk, phases = axis.phases;
-    if (phases == 1) {
+    if (phases == 1 && tiles.split == axis.step && y_step == chunk) {
       const int64_t k = find(rows, count, 0, 0);
-      if (y_step == chunk) weigh(sources.data(), 0, taps(0), k, y, 0, 1, place.n * chunk);
-      else weigh(sources.data(), chunk, taps(0), k, y, y_step, place.n, chunk);
-      return;
+      return weigh(sources.data(), 0, taps(0), k, partial.data(), y, 0, 1, place.n * chunk);
     }
     if (phases == 2 && chunk == 1 && count == 1 && axis.step == 1 && axis.count[0] == axis.count[1] &&
-        axis.count[0] >= 1 && axis.count[0] <= 4) {
+        axis.count[0] >= 1 && axis.count[0] <= 6) {
       const A *even = rows[0] + place.sources[0], *odd = rows[0] + place.sources[axis.count[0]];
       const int64_t pairs = place.n / 2;
       auto run = [&](auto row) { row(even, odd, taps(0), taps(1), y, pairs); };
       switch (axis.count[0]) {
-        case 1: run(up2_row<A, 1>); break;
-        case 2: run(up2_row<A, 2>); break;
-        case 3: run(up2_row<A, 3>); break;
-        default: run(up2_row<A, 4>);
+        case 1: run(up2_row<Dst, A, 1>); break;
+        case 2: run(up2_row<Dst, A, 2>); break;
+        case 3: run(up2_row<Dst, A, 3>); break;
+        case 4: run(up2_row<Dst, A, 4>); break;
+        case 5: run(up2_row<Dst, A, 5>); break;
+        default: run(up2_row<Dst, A, 6>);
       }
       if (place.n % 2) {
         const int64_t k = find(rows, count, 0, 0);
         for (int64_t t = 0; t < k; ++t) sources[t] += pairs;
-        weigh(sources.data(), 0, taps(0), k, y + place.n - 1, 0, 1, 1);
+        weigh(sources.data(), 0, taps(0), k, partial.data(), y + place.n - 1, 0, 1, 1);
       }
       return;
     }
+    const bool direct = chunk >= kDirect;
+    const int64_t step = tiles.split == axis.step ? chunk : axis.step * chunk;
     for (int64_t p = 0, from = 0; p < phases; from += axis.count[p++]) {
       const int64_t k = find(rows, count, p, from), m = place.outputs[p];
-      if (chunk >= kDirect) weigh(sources.data(), chunk, taps(p), k, y + p * y_step, phases * y_step, m, chunk);
-      else weigh(sources.data(), 0, taps(p), k, phase_rows.data() + p * room, 0, 1, m * chunk);
+      if (direct) {
+        weigh(sources.data(), step, taps(p), k, partial.data(), y + p * y_step, phases * y_step, m, chunk);
+      } else {
+        A* to = phase_rows.data() + p * room;
+        weigh(sources.data(), 0, taps(p), k, to, to, 0, 1, m * chunk);
+      }
     }
-    if (chunk >= kDirect) return;
+    if (direct) return;
     if (phases == 2 && chunk == 1) {
       interleave2_row(phase_rows.data(), phase_rows.data() + room, y, place.n / 2);
-      if (place.n % 2) y[place.n - 1] = phase_rows[place.n / 2];
+      if (place.n % 2) y[place.n - 1] = store<Dst>(phase_rows[place.n / 2]);
       return;
     }
     for (int64_t p = 0; p < phases; ++p) {
@@ -329,8 +366,6 @@ struct RowFilter {
   }
 
  private:
-  static constexpr int64_t kDirect = 8;  // long chunks are written where they belong, short ones by way of phase rows
-
   int64_t find(const A* const* rows, int64_t count, int64_t p, int64_t from) {
     int64_t k = 0;
     for (int64_t r = 0; r < count; ++r) {
@@ -471,18 +506,19 @@ template <class T>
 void separable_rows(const Image<const T>& x, const Image<T>& y, const Axis& v, const Axis& h,
                     const Filter<acc_t<T>>& filter, int64_t images) {
   using A = acc_t<T>;
-  constexpr bool kConvert = !std::is_same_v<T, A>;
+  constexpr bool kConvert = std::is_same_v<T, float16>;  // bfloat16 is converted on the fly, at no cost
+  using Row = std::conditional_t<kConvert, A, T>;
   const Weights<A> down(v, filter.column.data()), along(h, filter.row.data());
   const int64_t ring = kConvert ? std::max<int64_t>(1, v.most_taps()) : 1;
   const Tiles tiles(h, x.channels, ring);
   parallel(images * tiles.blocks * tiles.tiles * v.out, tiles.width * tiles.chunk, [&](int64_t from, int64_t to) {
     Place<A> place;
-    RowFilter<A> filter_row(h, tiles, place, 1);
-    std::vector<A> sum(tiles.inputs * tiles.chunk), kept(h.step > 1 ? h.step * tiles.pitch * tiles.chunk : 0);
+    RowFilter<Row, A> filter_row(h, tiles, place, 1);
+    std::vector<A> sum(tiles.inputs * tiles.chunk), kept(tiles.split > 1 ? tiles.split * tiles.pitch * tiles.chunk : 0);
     std::vector<A> slots(kConvert ? ring * tiles.inputs * tiles.chunk : 0);
-    std::vector<A> result(kConvert ? tiles.width * tiles.chunk : 0);
+    std::vector<A> partial(v.most_taps() > 6 ? tiles.inputs * tiles.chunk : 0), result(kConvert ? tiles.width * tiles.chunk : 0);
     std::vector<int64_t> held(ring);
-    std::vector<const A*> rows(std::max<int64_t>(1, v.most_taps()));
+    std::vector<const Row*> rows(std::max<int64_t>(1, v.most_taps()));
     int64_t channel = 0;
     auto enter = [&](int64_t run) {
       if (place.enter(run, h, tiles)) {  // the margins stay zero from here on
@@ -519,11 +555,11 @@ void separable_rows(const Image<const T>& x, const Image<T>& y, const Axis& v, c
       if (kConvert) pixel = chunk;
       A* inside = sum.data() + (place.left - place.low) * chunk;
       const A* weights = down.taps.data() + down.begin[span.phase] + span.skip;
-      if (pixel == chunk) weigh(rows.data(), 0, weights, span.count, inside, 0, 1, width * chunk);
-      else weigh(rows.data(), pixel, weights, span.count, inside, chunk, width, chunk);
+      if (pixel == chunk) weigh(rows.data(), 0, weights, span.count, partial.data(), inside, 0, 1, width * chunk);
+      else weigh(rows.data(), pixel, weights, span.count, partial.data(), inside, chunk, width, chunk);
       const A* row = sum.data();
-      if (h.step > 1) {
-        keep<A>(inside, place.left - place.low, width, h.step, tiles.pitch, chunk, kept.data());
+      if (tiles.split > 1) {
+        keep<A>(inside, place.left - place.low, width, tiles.split, tiles.pitch, chunk, kept.data());
         row = kept.data();
       }
       if constexpr (kConvert) {
@@ -540,15 +576,15 @@ template <class T>
 void full_rows(const Image<const T>& x, const Image<T>& y, const Axis& v, const Axis& h,
                const Filter<acc_t<T>>& filter, int64_t images) {
   using A = acc_t<T>;
-  constexpr bool kConvert = !std::is_same_v<T, A>;
+  constexpr bool kConvert = std::is_same_v<T, float16>;
   const FullWeights<A> weights(v, h, filter.full);
   const int64_t ring = std::max<int64_t>(1, v.most_taps());
   const Tiles tiles(h, x.channels, ring);
-  const int64_t slot_size = h.step * tiles.pitch * tiles.chunk;
+  const int64_t slot_size = tiles.split * tiles.pitch * tiles.chunk;
   const int64_t cost = tiles.width * tiles.chunk * ring;
   parallel(images * tiles.blocks * tiles.tiles * v.out, cost, [&](int64_t from, int64_t to) {
     Place<A> place;
-    RowFilter<A> filter_row(h, tiles, place, ring);
+    RowFilter<std::conditional_t<kConvert, A, T>, A> filter_row(h, tiles, place, ring);
     std::vector<A> slots(ring * slot_size), result(kConvert ? tiles.width * tiles.chunk : 0);
     std::vector<A> loaded(tiles.inputs * tiles.chunk);
     std::vector<int64_t> held(ring);
@@ -574,11 +610,11 @@ void full_rows(const Image<const T>& x, const Image<T>& y, const Axis& v, const 
         if (held[r % ring] == r) continue;
         held[r % ring] = r;
         const T* in = x.at(place.image, r, place.left) + channel;
-        if (h.step == 1) {
+        if (tiles.split == 1) {
           load_chunks(in, x.channels, slot + (place.left - place.low) * chunk, width, chunk);
         } else {
           load_chunks(in, x.channels, loaded.data(), width, chunk);
-          keep<A>(loaded.data(), place.left - place.low, width, h.step, tiles.pitch, chunk, slot);
+          keep<A>(loaded.data(), place.left - place.low, width, tiles.split, tiles.pitch, chunk, slot);
         }
       }
       auto taps = [&](int64_t p) {
@@ -649,14 +685,14 @@ Tensor upfirdn2d_filter_backward_cpu(const Tensor& x_any, const Tensor& dy_any, 
     const Image<const T> from_x{data<T>(x), v.in, h.in, inner}, from_dy{data<T>(dy), v.out, h.out, inner};
     A* result = mutable_data<A>(df);
     // Fixed blocks of rows, whatever the threads: each sums its own part of the gradient.
-    const Tiles tiles(h, inner, 1);
+    const Tiles tiles(h, inner, 1, true);
     const int64_t rows = dy.numel() ? images * tiles.blocks * tiles.tiles * v.out : 0;
     const int64_t block = std::max<int64_t>(8, (rows + 63) / 64), blocks = (rows + block - 1) / block;
     std::vector<double> sums(blocks * fh * fw);
     parallel(blocks, block * tiles.width * tiles.chunk, [&](int64_t from, int64_t to) {
       Place<A> place;
       std::vector<A> loaded(std::max(tiles.inputs, tiles.width) * tiles.chunk);
-      std::vector<A> kept(h.step * tiles.pitch * tiles.chunk);
+      std::vector<A> kept(tiles.split * tiles.pitch * tiles.chunk);
       const int64_t room = (tiles.width / h.phases + 1) * tiles.chunk;
       std::vector<A> phase_rows(h.phases * room);
       for (int64_t b = from; b < to; ++b) {
@@ -677,7 +713,7 @@ Tensor upfirdn2d_filter_backward_cpu(const Tensor& x_any, const Tensor& dy_any, 
           }
           for (int64_t s = 0; s < span.count; ++s) {
             load_chunks(from_x.at(place.image, span.top + s, place.left) + channel, inner, loaded.data(), width, chunk);
-            keep<A>(loaded.data(), place.left - place.low, width, h.step, tiles.pitch, chunk, kept.data());
+            keep<A>(loaded.data(), place.left - place.low, width, tiles.split, tiles.pitch, chunk, kept.data());
             double* out = sum + (v.offset[span.phase] + v.up * (span.skip + s)) * fw;
             for (int64_t p = 0, at = 0; p < h.phases; ++p) {
               for (int64_t t = 0; t < h.count[p]; ++t) {
