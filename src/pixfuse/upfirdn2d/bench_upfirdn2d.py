@@ -41,12 +41,12 @@ def per_plane(f: Tensor, up: int, down: int, padding: list[int], gain: float) ->
 
 def two_passes(f: Tensor, up: int, down: int, padding: list[int], gain: float) -> Callable[[Tensor], Tensor]:
     """A grouped convolution along each axis; for filters that are a product of two."""
-    root = (gain / f.sum() * f.sum(0).abs().sum() ** 0) ** 0.5 * f.sum(0) / f.sum() ** 0.5
+    row, column = f.sum(0) * gain / f.sum(), f.sum(1)
 
     def call(x: Tensor) -> Tensor:
         x0, x1, y0, y1 = padding
-        y = _convolve(x, root[None, :], (1, up), (1, down), [x0, x1, 0, 0], 1.0, x.shape[1])
-        return _convolve(y, root[:, None], (up, 1), (down, 1), [0, 0, y0, y1], 1.0, x.shape[1])
+        y = _convolve(x, row[None, :], (1, up), (1, down), [x0, x1, 0, 0], 1.0, x.shape[1])
+        return _convolve(y, column[:, None], (up, 1), (down, 1), [0, 0, y0, y1], 1.0, x.shape[1])
 
     return call
 
