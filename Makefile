@@ -55,10 +55,9 @@ endif
 	@touch $@
 
 $(VENV)/test.stamp: $(VENV)/package.stamp
-	$(PIP) $(INSTALL) -e '.[test]' triton==$(TRITON) 'numpy<2.4'
+	$(PIP) 'pixfuse[test]' triton==$(TRITON) 'numpy<2.4'
 	@touch $@
 
-$(VENV)/lint.stamp: $(VENV)/torch.stamp pyproject.toml
-	$(PIP) $$($(BIN)/python -c "import tomllib; \
-	  print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['lint'])")
+$(VENV)/lint.stamp: $(VENV)/package.stamp
+	$(PIP) 'pixfuse[lint]'
 	@touch $@
