@@ -58,7 +58,7 @@ def python(code, *options, folder=None, **environment):
 
 
 def test_1_no_tools_no_home_no_child(tmp_path):
-    """Neither a compiler nor a writable home nor an environment variable is needed, and nothing is started or written."""
+    """No compiler, writable home or environment variable is needed; nothing is started, nothing written."""
     guard = """
 import sys, time, os, resource
 events = []
@@ -85,6 +85,7 @@ print("fine")
     (tmp_path / "tools").mkdir()
     done = python(
         guard + EVERY_OP + check,
+        "-B",  # no byte code of Python's own
         "-W",
         "error",
         PATH=str(tmp_path / "tools"),

@@ -236,7 +236,8 @@ def load_kernels() -> None:
         torch.ops.load_library(str(_KERNELS))
     except OSError as error:
         raise ImportError(
-            f"pixfuse: {_KERNELS} does not load with torch {torch.__version__} (it needs torch 2.10 or newer): {error}"
+            f"pixfuse: {_KERNELS} does not load with torch {torch.__version__} (it needs torch 2.10 or newer): "
+            f"{error.__cause__ or error}"
         ) from error
 
 
