@@ -79,11 +79,16 @@ PIXFUSE_INLINE T store(acc_t<T> v) {
 template <class F>
 void dispatch_floating(ScalarType dtype, F&& f) {
   switch (dtype) {
-    case ScalarType::Float: return f(float{});
-    case ScalarType::Double: return f(double{});
-    case ScalarType::BFloat16: return f(bfloat16{});
-    case ScalarType::Half: return f(float16{});
-    default: STD_TORCH_CHECK(false, "pixfuse: a float64, float32, bfloat16 or float16 tensor is required");
+    case ScalarType::Float:
+      return f(float{});
+    case ScalarType::Double:
+      return f(double{});
+    case ScalarType::BFloat16:
+      return f(bfloat16{});
+    case ScalarType::Half:
+      return f(float16{});
+    default:
+      STD_TORCH_CHECK(false, "pixfuse: a float64, float32, bfloat16 or float16 tensor is required");
   }
 }
 
