@@ -15,7 +15,7 @@ pytest.importorskip("typer")
 def pixfuse(*args: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"COLUMNS": "120", "NO_COLOR": "1", "TERM": "dumb"}
     command = [sys.executable, "-m", "pixfuse._cli.main", *args]
-    return subprocess.run(command, cwd=cwd, env=environment, text=True, capture_output=True, timeout=300)
+    return subprocess.run(command, cwd=cwd, env=environment, text=True, capture_output=True, timeout=120)
 
 
 CLIENT = """

@@ -164,8 +164,6 @@ def original_of(cls: type) -> type[nn.Module] | None:
 def _patch(block: Any, mixin: Any, words: str) -> tuple[str | None, str]:
     """Patch a block. Returns why not, or None, and words for what it runs now."""
     original = type(block)
-    if any(p.is_meta for p in block.parameters()):
-        return "its weights are on the meta device", words
     try:
         reason = mixin._pixfuse_check(block)
         if reason is None:
@@ -185,6 +183,8 @@ def _patch(block: Any, mixin: Any, words: str) -> tuple[str | None, str]:
 def _try(block: nn.Module, shapes: list[tuple[int, ...]]) -> Tensor:
     """The result on a small random image; leaves the mode and every random state as they are."""
     weight = next(block.parameters(), torch.zeros(()))
+    if weight.is_meta:
+        raise ValueError("its weights are on the meta device")
     generator = torch.Generator().manual_seed(0)
     inputs = [torch.randn(s, generator=generator).to(weight.device, weight.dtype) for s in shapes]
     modes = [(m, m.training) for m in block.modules()]

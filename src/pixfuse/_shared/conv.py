@@ -163,7 +163,7 @@ class _Convolution(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, how: _How) -> Tensor:
         ctx.save_for_backward(x if weight.requires_grad else None, weight)
         ctx.how, ctx.size = how, x.shape
-        return torch.convolution(x, weight, bias, *how)
+        return torch.ops.aten.convolution(x, weight, bias, *how)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -194,7 +194,7 @@ class _Transposed(torch.autograd.Function):
         if how.transposed:
             back = how._replace(transposed=False, output_padding=(0, 0))
             # An output padding beyond the stride leaves rows that came from no input.
-            return torch.convolution(dy, weight, None, *back)[:, :, : size[2], : size[3]]
+            return torch.ops.aten.convolution(dy, weight, None, *back)[:, :, : size[2], : size[3]]
         lacking = [
             n - ((out - 1) * s - 2 * p + d * (k - 1) + 1)
             for n, out, s, p, d, k in zip(
@@ -202,7 +202,7 @@ class _Transposed(torch.autograd.Function):
             )
         ]
         back = how._replace(transposed=True, output_padding=(lacking[0], lacking[1]))
-        return torch.convolution(dy, weight, None, *back)
+        return torch.ops.aten.convolution(dy, weight, None, *back)
 
     @staticmethod
     def backward(ctx: Any, v: Tensor) -> tuple[Tensor | None, ...]:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
-import gc
 import importlib.abc
 import importlib.machinery
 import importlib.util
@@ -33,8 +31,6 @@ class Installation:
         held: places in other modules that hold a module, function or class of the peer's from before, as
             ``"module.name"``; with ``rebind`` they hold the drop-in, else they still call the peer's.
         rebound: whether those places were changed.
-        objects: objects of the peer's classes (modules of a network, say) that are alive, in words; they keep the
-            peer's code.
     """
 
     name: str
@@ -42,7 +38,6 @@ class Installation:
     replaced: list[str] = field(default_factory=list)
     held: list[str] = field(default_factory=list)
     rebound: bool = False
-    objects: list[str] = field(default_factory=list)
     _undo: list[Callable[[], None]] = field(default_factory=list, repr=False)
 
     def __str__(self) -> str:
@@ -55,8 +50,6 @@ class Installation:
         elif self.held:
             lines.append(f"  still the peer's own, held from before: {', '.join(self.held)}")
             lines.append("  (install before importing the client, or pass rebind=True)")
-        if self.objects:
-            lines.append(f"  made before and still the peer's own: {', '.join(self.objects)} (make them again)")
         return "\n".join(lines)
 
     # Every change goes through these two and leaves its undoing.
@@ -90,8 +83,8 @@ def install(name: str, path: str | None = None, *, rebind: bool = False) -> Inst
        package stands in.
     2. Modules of the peer that were imported before are replaced where imports find them.
     3. Other modules that still hold a module, function or class of the peer's are listed in the report (and logged),
-       or changed with ``rebind``. Names at the top of modules are found, and objects of the peer's classes are
-       counted; what sits in closures, default arguments and subclasses keeps the peer's code unseen.
+       or changed with ``rebind``. Only names at the top of modules are found; what sits in closures, default
+       arguments, subclasses and instances keeps the peer's code.
 
     Installing twice does nothing more. What clients import in between stays pixfuse's after :func:`uninstall`.
 
@@ -135,7 +128,7 @@ def install(name: str, path: str | None = None, *, rebind: bool = False) -> Inst
         _find_held(done, old)
     sys.meta_path.insert(0, finder)
     _installed[name, path] = done, finder
-    if done.objects or (done.held and not rebind):
+    if done.held and not rebind:
         _log.warning("%s", done)
     return done
 
@@ -240,10 +233,6 @@ def _find_held(done: Installation, old: dict[int, tuple[Any, Any]]) -> None:
             done.held.append(f"{module_name}.{name}")
             if done.rebound:
                 done._set_attribute(module, name, pair[1])
-    kinds = {value for value, _ in old.values() if isinstance(value, type)}
-    if kinds:
-        alive = collections.Counter(type(o) for o in gc.get_objects() if type(o) in kinds)
-        done.objects = [f"{n} of {kind.__module__}.{kind.__qualname__}" for kind, n in alive.items()]
 
 
 class _Finder:

@@ -23,42 +23,70 @@
 namespace pixfuse {
 namespace {
 
-constexpr int64_t kLanes = 64;      // partial sums of a run
-constexpr int64_t kRun = 64 * 64;   // elements of a run that are summed in float
-constexpr int64_t kRows = 64;       // rows of columns that are summed in float
-constexpr int64_t kWidth = 64;      // columns that a row should have
-constexpr int64_t kPixels = 32;     // a contiguous image of fewer pixels is walked in columns
-constexpr int64_t kPieces = 64;     // pieces of an image or group at most
-constexpr int64_t kPiece = 1 << 16; // elements of a piece at least
-constexpr int64_t kSamples = 16;    // partial sums over the batch at most
+constexpr int64_t kLanes = 64;       // partial sums of a run
+constexpr int64_t kRun = 64 * 64;    // elements of a run that are summed in float
+constexpr int64_t kRows = 64;        // rows of columns that are summed in float
+constexpr int64_t kWidth = 128;      // columns that a row should have
+constexpr int64_t kPixels = 32;      // a contiguous image of fewer pixels is walked in columns
+constexpr int64_t kPieces = 64;      // pieces of an image or group at most
+constexpr int64_t kPiece = 1 << 17;  // elements of a piece at least
+constexpr int64_t kSamples = 16;     // partial sums over the batch at most
 // Elements of a task's share of an image from which it is cut into pieces.
 constexpr int64_t kSmall = 1 << 17;
 
-// --- one element -----------------------------------------------------------------------------------------------
+// --- two elements ----------------------------------------------------------------------------------------------
 
-// The range in which the exponential below is computed. The compiler must not know it: it would take the ends
+// Loops take two elements at a time: the division of SiLU serves both. For bfloat16 they are neighbours, read and
+// written as one word, so that no vector has to be widened or narrowed; else they lie some columns or a row apart.
+template <class T>
+constexpr bool kWords = std::is_same_v<T, bfloat16>;
+using Word = uint32_t __attribute__((aligned(2), may_alias));
+
+template <class A>
+struct Two {
+  A a, b;
+};
+
+PIXFUSE_INLINE Two<float> unpack(uint32_t w) {
+  return {std::bit_cast<float>(w << 16), std::bit_cast<float>(w & 0xffff0000u)};
+}
+// To nearest, ties to even. NaN here have zeros in the lower half, see parameter_of, so they need no care.
+PIXFUSE_INLINE uint32_t rounded(float v) {
+  const uint32_t bits = std::bit_cast<uint32_t>(v);
+  return bits + 0x7fffu + ((bits >> 16) & 1);
+}
+PIXFUSE_INLINE uint32_t pack(Two<float> v) { return (rounded(v.b) & 0xffff0000u) | rounded(v.a) >> 16; }
+template <class T>
+PIXFUSE_INLINE T narrow(acc_t<T> v) {
+  if constexpr (kWords<T>) {
+    return {uint16_t(rounded(v) >> 16)};
+  } else {
+    return store<T>(v);
+  }
+}
+
+// The ends of the range in which the sigmoid below is computed. The compiler must not know them: it would take them
 // for branches worth separating.
 struct Limits {
-  float low = -86.f, high = 89.f;
+  float low = -43.f, high = 86.f;
   PIXFUSE_INLINE Limits() { __asm__("" : "+m"(low), "+m"(high)); }
 };
 
-// 1 + exp(-z), to 1 ulp or, if rough, to 2^-17. Half the exponential overflows in the sum only.
+// exp(-z) to 1 ulp or, if rough, to 2^-17; z is limited from below, where z * sigmoid(z) vanishes.
 template <bool rough>
-PIXFUSE_INLINE float one_plus_exp(float z, const Limits& limits) {
-  constexpr float kRound = 12582911.f;  // 1.5 * 2^23 - 1: adding it rounds, and leaves n - 1 in the low bits
-  float t = -z;
-  t = t < limits.low ? limits.low : t;
-  t = t > limits.high ? limits.high : t;
-  const float shifted = t * 1.44269504088896341f + kRound, n = shifted - kRound;
-  float r, q;
+PIXFUSE_INLINE float exp_minus(float& z, const Limits& limits) {
+  constexpr float kRound = 12582912.f;  // 1.5 * 2^23: adding it rounds to an integer
+  z = z < limits.low ? limits.low : z;
+  const float t = z > limits.high ? limits.high : z;
+  const float shifted = t * -1.44269504088896341f + kRound, n = shifted - kRound;
+  float r, q;  // exp(-t) = 2^n exp(r), exp(r) = 1 + r + r^2 q
   if constexpr (rough) {
-    r = t - n * 0.693147180559945f;
+    r = n * -0.693147180559945f - t;
     q = 4.127764e-2f;
     q = q * r + 1.6753532e-1f;
     q = q * r + 5.0005118e-1f;
   } else {
-    r = (t - n * 0.693359375f) - n * -2.12194440e-4f;
+    r = n * 2.12194440e-4f - (n * 0.693359375f + t);
     q = 1.38146e-3f;
     q = q * r + 8.36872e-3f;
     q = q * r + 4.166839e-2f;
@@ -66,55 +94,43 @@ PIXFUSE_INLINE float one_plus_exp(float z, const Limits& limits) {
     q = q * r + 4.9999993e-1f;
   }
   const float e = (q * r) * r + (r + 1.f);
-  const int32_t half = std::bit_cast<int32_t>(e) + (std::bit_cast<int32_t>(shifted) << 23);
-  return 1.f + 2.f * std::bit_cast<float>(half);
+  return std::bit_cast<float>(std::bit_cast<int32_t>(e) + (std::bit_cast<int32_t>(shifted) << 23));
 }
 template <bool rough>
-PIXFUSE_INLINE double one_plus_exp(double z, const Limits&) {
-  return 1 + std::exp(-z);
+PIXFUSE_INLINE Two<float> sigmoids(Two<float>& z, const Limits& limits) {
+  const float e = exp_minus<rough>(z.a, limits), d = 1.f + exp_minus<rough>(z.b, limits);
+  const float inverse = 1.f / (e * d + d);
+  return {d * inverse, e * inverse + inverse};
 }
-
-// As store, for values whose NaN have zeros in the lower half: those of this file do, see parameter_of.
-template <class T>
-PIXFUSE_INLINE T narrow(acc_t<T> v) {
-  if constexpr (std::is_same_v<T, bfloat16>) {
-    const uint32_t bits = std::bit_cast<uint32_t>(v);
-    return {uint16_t((bits + 0x7fffu + ((bits >> 16) & 1)) >> 16)};
-  } else {
-    return store<T>(v);
-  }
+template <bool rough>
+PIXFUSE_INLINE Two<double> sigmoids(Two<double>& z, const Limits&) {
+  return {1 / (1 + std::exp(-z.a)), 1 / (1 + std::exp(-z.b))};
 }
 
 enum Act { kNone, kSilu, kRoundedSilu };  // the last one rounds to T before SiLU
 
 template <class T, Act act>
-PIXFUSE_INLINE T value_of(acc_t<T> z, const Limits& limits) {
-  if constexpr (act == kNone) {
-    return narrow<T>(z);
-  } else {
-    if constexpr (act == kRoundedSilu) z = load(narrow<T>(z));
-    return narrow<T>(z / one_plus_exp<sizeof(T) == 2>(z, limits));
-  }
+PIXFUSE_INLINE Two<acc_t<T>> values_of(Two<acc_t<T>> z, const Limits& limits) {
+  if constexpr (act == kNone) return z;
+  if constexpr (act == kRoundedSilu) z = {load(narrow<T>(z.a)), load(narrow<T>(z.b))};
+  const auto s = sigmoids<sizeof(T) == 2>(z, limits);
+  return {z.a * s.a, z.b * s.b};
 }
 
 // dy times the derivative of the activation.
 template <class T, Act act>
-PIXFUSE_INLINE acc_t<T> slope_of(T dy, acc_t<T> z, const Limits& limits) {
-  const acc_t<T> g = load(dy);
-  if constexpr (act == kNone) {
-    return g;
-  } else {
-    if constexpr (act == kRoundedSilu) z = load(narrow<T>(z));
-    const acc_t<T> s = 1 / one_plus_exp<false>(z, limits);  // sums of it are float
-    return g * (s + s * (z * (1 - s)));
-  }
+PIXFUSE_INLINE Two<acc_t<T>> slopes_of(Two<acc_t<T>> dy, Two<acc_t<T>> z, const Limits& limits) {
+  if constexpr (act == kNone) return dy;
+  if constexpr (act == kRoundedSilu) z = {load(narrow<T>(z.a)), load(narrow<T>(z.b))};
+  const auto s = sigmoids<false>(z, limits);  // sums of it are float
+  return {dy.a * (s.a + s.a * (z.a * (1 - s.a))), dy.b * (s.b + s.b * (z.b * (1 - s.b)))};
 }
 
 // The function for an activation; rounding changes nothing where T is the compute type.
-#define PIXFUSE_FOR_ACT(function, T, act)                                                \
-  ((act) == kNone ? function<T, kNone>                                                   \
-                  : (act) == kRoundedSilu && sizeof(T) == 2 ? function<T, rounded_of<T>> \
-                                                            : function<T, kSilu>)
+#define PIXFUSE_FOR_ACT(function, T, act)                                 \
+  ((act) == kNone                            ? function<T, kNone>         \
+   : (act) == kRoundedSilu && sizeof(T) == 2 ? function<T, rounded_of<T>> \
+                                             : function<T, kSilu>)
 template <class T>
 constexpr Act rounded_of = sizeof(T) == 2 ? kRoundedSilu : kSilu;
 
@@ -137,9 +153,16 @@ PIXFUSE_CLONES void run_moments(const T* x, int64_t n, acc_t<T> shift, double* s
   alignas(64) A s[kLanes] = {}, t[kLanes] = {};
   int64_t i = 0;
   for (; i + 4 * kLanes <= n; i += 4 * kLanes) {
+    const Word* w = reinterpret_cast<const Word*>(x + i);
     for (int64_t j = 0; j < kLanes; ++j) {
-      const A a = load(x[i + j]) - shift, b = load(x[i + j + kLanes]) - shift;
-      const A c = load(x[i + j + 2 * kLanes]) - shift, d = load(x[i + j + 3 * kLanes]) - shift;
+      A a, b, c, d;
+      if constexpr (kWords<T>) {
+        const auto u = unpack(w[j]), v = unpack(w[j + kLanes]);
+        a = u.a - shift, b = u.b - shift, c = v.a - shift, d = v.b - shift;
+      } else {
+        a = load(x[i + j]) - shift, b = load(x[i + j + kLanes]) - shift;
+        c = load(x[i + j + 2 * kLanes]) - shift, d = load(x[i + j + 3 * kLanes]) - shift;
+      }
       s[j] += (a + b) + (c + d);
       t[j] += (a * a + b * b) + (c * c + d * d);
     }
@@ -160,32 +183,60 @@ PIXFUSE_CLONES void run_moments(const T* x, int64_t n, acc_t<T> shift, double* s
 template <class T, Act act>
 PIXFUSE_CLONES void run_value(const T* __restrict x, T* __restrict y, int64_t n, acc_t<T> mean, acc_t<T> scale,
                               acc_t<T> offset) {
+  using A = acc_t<T>;
   const Limits limits;
-  for (int64_t i = 0; i < n; ++i) y[i] = value_of<T, act>((load(x[i]) - mean) * scale + offset, limits);
+  auto values = [&](A u, A v) __attribute__((always_inline)) {
+    return values_of<T, act>({(u - mean) * scale + offset, (v - mean) * scale + offset}, limits);
+  };
+  int64_t i = 0;
+  if constexpr (kWords<T>) {
+    const Word* from = reinterpret_cast<const Word*>(x);
+    Word* to = reinterpret_cast<Word*>(y);
+    for (; i < n / 2; ++i) {
+      const auto u = unpack(from[i]);
+      to[i] = pack(values(u.a, u.b));
+    }
+    i *= 2;
+  } else {
+    for (; i + 2 * kLanes <= n; i += 2 * kLanes) {
+      for (int64_t j = i; j < i + kLanes; ++j) {
+        const auto v = values(load(x[j]), load(x[j + kLanes]));
+        y[j] = narrow<T>(v.a);
+        y[j + kLanes] = narrow<T>(v.b);
+      }
+    }
+  }
+  for (; i < n; ++i) y[i] = narrow<T>(values(load(x[i]), load(x[i])).a);
 }
 
 // Add the sums of g = dy * act'(z) and of g * xhat over n elements.
 template <class T, Act act>
 PIXFUSE_CLONES void run_sums(const T* x, const T* dy, int64_t n, acc_t<T> mean, acc_t<T> rstd, acc_t<T> gamma,
                              acc_t<T> beta, double* sums) {
-  const Limits limits;
   using A = acc_t<T>;
+  const Limits limits;
   alignas(64) A s[kLanes] = {}, t[kLanes] = {};
   int64_t i = 0;
   for (; i + 2 * kLanes <= n; i += 2 * kLanes) {
+    const Word *w = reinterpret_cast<const Word*>(x + i), *dw = reinterpret_cast<const Word*>(dy + i);
     for (int64_t j = 0; j < kLanes; ++j) {
-      const A u = (load(x[i + j]) - mean) * rstd, v = (load(x[i + j + kLanes]) - mean) * rstd;
-      const A g = slope_of<T, act>(dy[i + j], u * gamma + beta, limits);
-      const A h = slope_of<T, act>(dy[i + j + kLanes], v * gamma + beta, limits);
-      s[j] += g + h;
-      t[j] += g * u + h * v;
+      Two<A> u, g;
+      if constexpr (kWords<T>) {
+        u = unpack(w[j]), g = unpack(dw[j]);
+      } else {
+        u = {load(x[i + j]), load(x[i + j + kLanes])}, g = {load(dy[i + j]), load(dy[i + j + kLanes])};
+      }
+      u = {(u.a - mean) * rstd, (u.b - mean) * rstd};
+      g = slopes_of<T, act>(g, {u.a * gamma + beta, u.b * gamma + beta}, limits);
+      s[j] += g.a + g.b;
+      t[j] += g.a * u.a + g.b * u.b;
     }
   }
   for (; i < n; i += kLanes) {
     const int64_t m = std::min(kLanes, n - i);
     for (int64_t j = 0; j < m; ++j) {
-      const A u = (load(x[i + j]) - mean) * rstd;
-      const A g = slope_of<T, act>(dy[i + j], u * gamma + beta, limits);
+      const A u = (load(x[i + j]) - mean) * rstd, z = u * gamma + beta, d = load(dy[i + j]);
+      const A g = slopes_of<T, act>({d, d}, {z, z}, limits).a;
       s[j] += g;
       t[j] += g * u;
     }
@@ -198,116 +249,267 @@ PIXFUSE_CLONES void run_sums(const T* x, const T* dy, int64_t n, acc_t<T> mean, 
 template <class T, Act act>
 PIXFUSE_CLONES void run_dx(const T* __restrict x, const T* __restrict dy, T* __restrict dx, int64_t n, acc_t<T> mean,
                            acc_t<T> rstd, acc_t<T> gamma, acc_t<T> beta, acc_t<T> p, acc_t<T> q) {
-  const Limits limits;
   using A = acc_t<T>;
-  for (int64_t i = 0; i < n; ++i) {
-    const A u = (load(x[i]) - mean) * rstd;
-    const A g = slope_of<T, act>(dy[i], u * gamma + beta, limits);
-    dx[i] = narrow<T>(rstd * ((gamma * g - p) - u * q));
+  const Limits limits;
+  auto values = [&](Two<A> u, Two<A> g) __attribute__((always_inline)) {
+    u = {(u.a - mean) * rstd, (u.b - mean) * rstd};
+    g = slopes_of<T, act>(g, {u.a * gamma + beta, u.b * gamma + beta}, limits);
+    return Two<A>{rstd * ((gamma * g.a - p) - u.a * q), rstd * ((gamma * g.b - p) - u.b * q)};
+  };
+  int64_t i = 0;
+  if constexpr (kWords<T>) {
+    const Word *from = reinterpret_cast<const Word*>(x), *dfrom = reinterpret_cast<const Word*>(dy);
+    Word* to = reinterpret_cast<Word*>(dx);
+    for (; i < n / 2; ++i) to[i] = pack(values(unpack(from[i]), unpack(dfrom[i])));
+    i *= 2;
+  } else {
+    for (; i + 2 * kLanes <= n; i += 2 * kLanes) {
+      for (int64_t j = i; j < i + kLanes; ++j) {
+        const auto v = values({load(x[j]), load(x[j + kLanes])}, {load(dy[j]), load(dy[j + kLanes])});
+        dx[j] = narrow<T>(v.a);
+        dx[j + kLanes] = narrow<T>(v.b);
+      }
+    }
   }
+  for (; i < n; ++i) dx[i] = narrow<T>(values({load(x[i]), load(x[i])}, {load(dy[i]), load(dy[i])}).a);
 }
 
 // --- columns ---------------------------------------------------------------------------------------------------
 
-// The mean of a few rows, exactly the value if they are equal.
+// Per-column values that the loops read or sum are *arranged* where T is read in words: first those of the words'
+// first halves, then, `half` elements on, those of the second halves.
+
+// The mean of a few rows, exactly the value if they are equal. Not arranged.
 template <class T>
 PIXFUSE_CLONES void column_shift(const T* x, int64_t ld, int64_t rows, int64_t width, acc_t<T>* __restrict shift) {
   using A = acc_t<T>;
   const A scale = A(1) / A(rows);
-  for (int64_t j = 0; j < width; ++j) {
-    const A first = load(x[j]);
-    A sum = 0;
-    for (int64_t r = 1; r < rows; ++r) sum += load(x[r * ld + j]) - first;
-    shift[j] = first + sum * scale;
+  for (int64_t j = 0; j < width; ++j) shift[j] = 0;
+  for (int64_t r = 1; r < rows; ++r) {
+    for (int64_t j = 0; j < width; ++j) shift[j] += load(x[r * ld + j]) - load(x[j]);
   }
+  for (int64_t j = 0; j < width; ++j) shift[j] = load(x[j]) + shift[j] * scale;
 }
 
 template <class T>
-PIXFUSE_CLONES void column_moments(const T* x, int64_t ld, int64_t rows, int64_t width,
+PIXFUSE_CLONES void column_moments(const T* x, int64_t ld, int64_t rows, int64_t width, int64_t half,
                                    const acc_t<T>* __restrict shift, acc_t<T>* __restrict s, acc_t<T>* __restrict t) {
   using A = acc_t<T>;
   int64_t r = 0;
   for (; r + 4 <= rows; r += 4, x += 4 * ld) {
     const T *x1 = x + ld, *x2 = x1 + ld, *x3 = x2 + ld;
-    for (int64_t j = 0; j < width; ++j) {
-      const A a = load(x[j]) - shift[j], b = load(x1[j]) - shift[j];
-      const A c = load(x2[j]) - shift[j], d = load(x3[j]) - shift[j];
-      s[j] += (a + b) + (c + d);
-      t[j] += (a * a + b * b) + (c * c + d * d);
+    if constexpr (kWords<T>) {
+      const Word *w = reinterpret_cast<const Word*>(x), *w1 = reinterpret_cast<const Word*>(x1);
+      const Word *w2 = reinterpret_cast<const Word*>(x2), *w3 = reinterpret_cast<const Word*>(x3);
+      const A* high = shift + half;
+      A *hs = s + half, *ht = t + half;
+      for (int64_t j = 0; j < width / 2; ++j) {
+        const auto a = unpack(w[j]), b = unpack(w1[j]), c = unpack(w2[j]), d = unpack(w3[j]);
+        const A m = shift[j], h = high[j];
+        s[j] += ((a.a - m) + (b.a - m)) + ((c.a - m) + (d.a - m));
+        t[j] += ((a.a - m) * (a.a - m) + (b.a - m) * (b.a - m)) + ((c.a - m) * (c.a - m) + (d.a - m) * (d.a - m));
+        hs[j] += ((a.b - h) + (b.b - h)) + ((c.b - h) + (d.b - h));
+        ht[j] += ((a.b - h) * (a.b - h) + (b.b - h) * (b.b - h)) + ((c.b - h) * (c.b - h) + (d.b - h) * (d.b - h));
+      }
+      for (int64_t j = width & ~int64_t(1); j < width; ++j) {
+        for (const T* row : {x, x1, x2, x3}) {
+          const A a = load(row[j]) - shift[j / 2];
+          s[j / 2] += a;
+          t[j / 2] += a * a;
+        }
+      }
+    } else {
+      for (int64_t j = 0; j < width; ++j) {
+        const A a = load(x[j]) - shift[j], b = load(x1[j]) - shift[j];
+        const A c = load(x2[j]) - shift[j], d = load(x3[j]) - shift[j];
+        s[j] += (a + b) + (c + d);
+        t[j] += (a * a + b * b) + (c * c + d * d);
+      }
     }
   }
   for (; r < rows; ++r, x += ld) {
-    for (int64_t j = 0; j < width; ++j) {
-      const A a = load(x[j]) - shift[j];
-      s[j] += a;
-      t[j] += a * a;
+    for (int64_t k = 0; k < (kWords<T> ? 2 : 1); ++k) {
+      constexpr int64_t kStep = kWords<T> ? 2 : 1;
+      A *sums = s + k * half, *squares = t + k * half;
+      const A* from = shift + k * half;
+      for (int64_t j = 0; j < (width + kStep - 1 - k) / kStep; ++j) {
+        const A a = load(x[kStep * j + k]) - from[j];
+        sums[j] += a;
+        squares[j] += a * a;
+      }
     }
   }
 }
 
 template <class T, Act act>
-PIXFUSE_CLONES void column_value(const T* __restrict x, T* __restrict y, int64_t ld, int64_t rows, int64_t width,
+PIXFUSE_CLONES void column_value(const T* x, T* y, int64_t ld, int64_t rows, int64_t width, int64_t half,
                                  const acc_t<T>* __restrict mean, const acc_t<T>* __restrict scale,
                                  const acc_t<T>* __restrict offset) {
+  using A = acc_t<T>;
   const Limits limits;
-  for (int64_t r = 0; r < rows; ++r, x += ld, y += ld) {
-    for (int64_t j = 0; j < width; ++j) {
-      y[j] = value_of<T, act>((load(x[j]) - mean[j]) * scale[j] + offset[j], limits);
+  auto values = [&](A u, A v, int64_t i, int64_t j) __attribute__((always_inline)) {
+    return values_of<T, act>({(u - mean[i]) * scale[i] + offset[i], (v - mean[j]) * scale[j] + offset[j]}, limits);
+  };
+  int64_t r = 0;
+  if constexpr (!kWords<T>) {
+    for (; r + 2 <= rows; r += 2, x += 2 * ld, y += 2 * ld) {
+      const T* __restrict x0 = x, * __restrict x1 = x + ld;
+      T* __restrict y0 = y, * __restrict y1 = y + ld;
+      for (int64_t j = 0; j < width; ++j) {
+        const auto v = values(load(x0[j]), load(x1[j]), j, j);
+        y0[j] = narrow<T>(v.a);
+        y1[j] = narrow<T>(v.b);
+      }
+    }
+  }
+  for (; r < rows; ++r, x += ld, y += ld) {
+    int64_t j = 0;
+    if constexpr (kWords<T>) {
+      const Word* __restrict from = reinterpret_cast<const Word*>(x);
+      Word* __restrict to = reinterpret_cast<Word*>(y);
+      for (; j < width / 2; ++j) {
+        const auto u = unpack(from[j]);
+        to[j] = pack(values(u.a, u.b, j, half + j));
+      }
+      if (width % 2) y[2 * j] = narrow<T>(values(load(x[2 * j]), load(x[2 * j]), j, j).a);
+    } else {
+      for (; j < width; ++j) y[j] = narrow<T>(values(load(x[j]), load(x[j]), j, j).a);
     }
   }
 }
 
 template <class T, Act act>
-PIXFUSE_CLONES void column_sums(const T* x, const T* dy, int64_t ld, int64_t rows, int64_t width,
+PIXFUSE_CLONES void column_sums(const T* x, const T* dy, int64_t ld, int64_t rows, int64_t width, int64_t half,
                                 const acc_t<T>* __restrict mean, const acc_t<T>* __restrict rstd,
                                 const acc_t<T>* __restrict gamma, const acc_t<T>* __restrict beta,
                                 acc_t<T>* __restrict s, acc_t<T>* __restrict t) {
-  const Limits limits;
   using A = acc_t<T>;
+  const Limits limits;
+  auto products = [&](Two<A>& u, Two<A>& g, int64_t i, int64_t j) __attribute__((always_inline)) {
+    u = {(u.a - mean[i]) * rstd[i], (u.b - mean[j]) * rstd[j]};
+    g = slopes_of<T, act>(g, {u.a * gamma[i] + beta[i], u.b * gamma[j] + beta[j]}, limits);
+  };
   int64_t r = 0;
   for (; r + 2 <= rows; r += 2, x += 2 * ld, dy += 2 * ld) {
     const T *x1 = x + ld, *dy1 = dy + ld;
-    for (int64_t j = 0; j < width; ++j) {
-      const A u = (load(x[j]) - mean[j]) * rstd[j], v = (load(x1[j]) - mean[j]) * rstd[j];
-      const A g = slope_of<T, act>(dy[j], u * gamma[j] + beta[j], limits);
-      const A h = slope_of<T, act>(dy1[j], v * gamma[j] + beta[j], limits);
-      s[j] += g + h;
-      t[j] += g * u + h * v;
+    if constexpr (kWords<T>) {
+      const Word *w = reinterpret_cast<const Word*>(x), *w1 = reinterpret_cast<const Word*>(x1);
+      const Word *d = reinterpret_cast<const Word*>(dy), *d1 = reinterpret_cast<const Word*>(dy1);
+      A *hs = s + half, *ht = t + half;
+      for (int64_t j = 0; j < width / 2; ++j) {
+        auto u = unpack(w[j]), g = unpack(d[j]), v = unpack(w1[j]), h = unpack(d1[j]);
+        products(u, g, j, half + j);
+        products(v, h, j, half + j);
+        s[j] += g.a + h.a;
+        t[j] += g.a * u.a + h.a * v.a;
+        hs[j] += g.b + h.b;
+        ht[j] += g.b * u.b + h.b * v.b;
+      }
+      for (int64_t k = width & ~int64_t(1); k < width; ++k) {
+        Two<A> u{load(x[k]), load(x1[k])}, g{load(dy[k]), load(dy1[k])};
+        products(u, g, k / 2, k / 2);
+        s[k / 2] += g.a + g.b;
+        t[k / 2] += g.a * u.a + g.b * u.b;
+      }
+    } else {
+      for (int64_t j = 0; j < width; ++j) {
+        Two<A> u{load(x[j]), load(x1[j])}, g{load(dy[j]), load(dy1[j])};
+        products(u, g, j, j);
+        s[j] += g.a + g.b;
+        t[j] += g.a * u.a + g.b * u.b;
+      }
     }
   }
   for (; r < rows; ++r, x += ld, dy += ld) {
     for (int64_t j = 0; j < width; ++j) {
-      const A u = (load(x[j]) - mean[j]) * rstd[j];
-      const A g = slope_of<T, act>(dy[j], u * gamma[j] + beta[j], limits);
-      s[j] += g;
-      t[j] += g * u;
+      const int64_t i = kWords<T> ? j / 2 + j % 2 * half : j;
+      Two<A> u{load(x[j]), load(x[j])}, g{load(dy[j]), load(dy[j])};
+      products(u, g, i, i);
+      s[i] += g.a;
+      t[i] += g.a * u.a;
     }
   }
 }
 
 template <class T, Act act>
-PIXFUSE_CLONES void column_dx(const T* __restrict x, const T* __restrict dy, T* __restrict dx, int64_t ld,
-                              int64_t rows, int64_t width, const acc_t<T>* __restrict mean,
-                              const acc_t<T>* __restrict rstd, const acc_t<T>* __restrict gamma,
-                              const acc_t<T>* __restrict beta, const acc_t<T>* __restrict p,
-                              const acc_t<T>* __restrict q) {
-  const Limits limits;
+PIXFUSE_CLONES void column_dx(const T* x, const T* dy, T* dx, int64_t ld, int64_t rows, int64_t width, int64_t half,
+                              const acc_t<T>* __restrict mean, const acc_t<T>* __restrict rstd,
+                              const acc_t<T>* __restrict gamma, const acc_t<T>* __restrict beta,
+                              const acc_t<T>* __restrict p, const acc_t<T>* __restrict q) {
   using A = acc_t<T>;
-  for (int64_t r = 0; r < rows; ++r, x += ld, dy += ld, dx += ld) {
-    for (int64_t j = 0; j < width; ++j) {
-      const A u = (load(x[j]) - mean[j]) * rstd[j];
-      const A g = slope_of<T, act>(dy[j], u * gamma[j] + beta[j], limits);
-      dx[j] = narrow<T>(rstd[j] * ((gamma[j] * g - p[j]) - u * q[j]));
+  const Limits limits;
+  auto values = [&](Two<A> u, Two<A> g, int64_t i, int64_t j) __attribute__((always_inline)) {
+    u = {(u.a - mean[i]) * rstd[i], (u.b - mean[j]) * rstd[j]};
+    g = slopes_of<T, act>(g, {u.a * gamma[i] + beta[i], u.b * gamma[j] + beta[j]}, limits);
+    return Two<A>{rstd[i] * ((gamma[i] * g.a - p[i]) - u.a * q[i]), rstd[j] * ((gamma[j] * g.b - p[j]) - u.b * q[j])};
+  };
+  int64_t r = 0;
+  if constexpr (!kWords<T>) {
+    for (; r + 2 <= rows; r += 2, x += 2 * ld, dy += 2 * ld, dx += 2 * ld) {
+      const T* __restrict x0 = x, * __restrict x1 = x + ld, * __restrict g0 = dy, * __restrict g1 = dy + ld;
+      T* __restrict dx0 = dx, * __restrict dx1 = dx + ld;
+      for (int64_t j = 0; j < width; ++j) {
+        const auto v = values({load(x0[j]), load(x1[j])}, {load(g0[j]), load(g1[j])}, j, j);
+        dx0[j] = narrow<T>(v.a);
+        dx1[j] = narrow<T>(v.b);
+      }
+    }
+  }
+  for (; r < rows; ++r, x += ld, dy += ld, dx += ld) {
+    int64_t j = 0;
+    auto one = [&](int64_t k, int64_t i) {
+      return values({load(x[k]), load(x[k])}, {load(dy[k]), load(dy[k])}, i, i).a;
+    };
+    if constexpr (kWords<T>) {
+      const Word* __restrict from = reinterpret_cast<const Word*>(x), * __restrict g =
+                                                                          reinterpret_cast<const Word*>(dy);
+      Word* __restrict to = reinterpret_cast<Word*>(dx);
+      for (; j < width / 2; ++j) to[j] = pack(values(unpack(from[j]), unpack(g[j]), j, half + j));
+      if (width % 2) dx[2 * j] = narrow<T>(one(2 * j, j));
+    } else {
+      for (; j < width; ++j) dx[j] = narrow<T>(one(j, j));
     }
   }
 }
 
-// Move the sums of a block to the total.
-template <class A>
-PIXFUSE_CLONES void fold(A* __restrict part, double* __restrict total, int64_t n) {
-  for (int64_t j = 0; j < n; ++j) {
-    total[j] += part[j];
-    part[j] = 0;
+// Arrange values in place.
+template <class T>
+void arrange(std::vector<acc_t<T>>& values, int64_t width, std::vector<acc_t<T>>& scratch) {
+  if constexpr (kWords<T>) {
+    const int64_t half = (width + 1) / 2;
+    for (int64_t j = 0; j < width; ++j) scratch[j / 2 + j % 2 * half] = values[j];
+    std::swap(values, scratch);
+  }
+}
+
+// Move the sums of a block, arranged, to the totals, not arranged.
+template <class T>
+PIXFUSE_CLONES void fold(acc_t<T>* __restrict part, double* __restrict total, int64_t width, int64_t half) {
+  if constexpr (kWords<T>) {
+    for (int64_t j = 0; j < width / 2; ++j) {
+      total[2 * j] += part[j];
+      total[2 * j + 1] += part[half + j];
+    }
+    if (width % 2) total[width - 1] += part[width / 2];
+    for (int64_t j = 0; j < 2 * half; ++j) part[j] = 0;
+  } else {
+    for (int64_t j = 0; j < width; ++j) {
+      total[j] += part[j];
+      part[j] = 0;
+    }
+  }
+}
+
+// Of columns of n values each, from the sums of x - shift and its square: the mean, the squares around it, and what
+// the shift being off added to them.
+PIXFUSE_CLONES void centre(double* __restrict sum, double* __restrict squares, double* __restrict off, int64_t columns,
+                           double n) {
+  const double scale = 1 / n;
+  for (int64_t j = 0; j < columns; ++j) {
+    const double mean = sum[j] * scale, o = mean * sum[j], rest = squares[j] - o;
+    sum[j] = mean;
+    off[j] = o;
+    squares[j] = rest < 0 ? 0 : rest;  // NaN stays
   }
 }
 
@@ -417,22 +619,32 @@ Problem problem_of(const Tensor& x, int64_t groups, double eps, int64_t act, boo
 
 // Which columns a task walks: those of `groups` groups from `first` on.
 struct Columns {
-  int64_t first, groups;    // groups
-  int64_t per_group;        // channels
-  int64_t repeat;           // columns per channel: the pixels of a contiguous image
-  int64_t pixels_per_row;   // several in a row where there are few channels
-  int64_t ld, rows, tail;   // distance of rows, whole rows, columns of the short last row
+  int64_t first, groups;   // groups
+  int64_t per_group;       // channels
+  int64_t repeat;          // columns per channel: the pixels of a contiguous image
+  int64_t pixels_per_row;  // several in a row where there are few channels
+  int64_t ld, rows, tail;  // distance of rows, whole rows, columns of the short last row
 
   int64_t group_columns() const { return per_group * repeat; }
   int64_t pixel_columns() const { return groups * group_columns(); }
   int64_t width() const { return pixels_per_row * pixel_columns(); }
-  int64_t count(int64_t column) const { return rows + (column < tail); }
+  int64_t half() const { return (width() + 1) / 2; }
   int64_t channel() const { return first * per_group; }
 
-  // Put channel values (indexed from the first channel of the columns) in their columns.
+  // Put channel values, value(group, channel) counted from the first of the columns, in their columns.
   template <class A, class F>
-  void spread(A* to, const F& value) const {
-    for (int64_t c = 0; c < groups * per_group; ++c) std::fill_n(to + c * repeat, repeat, A(value(c)));
+  void spread(A* __restrict to, const F& value) const {
+    int64_t j = 0;
+    for (int64_t g = 0; g < groups; ++g) {
+      if (repeat == 1) {
+        for (int64_t c = g * per_group; c < (g + 1) * per_group; ++c) to[j++] = value(g, c);
+        continue;
+      }
+      for (int64_t c = g * per_group; c < (g + 1) * per_group; ++c) {
+        const A v = value(g, c);
+        for (int64_t k = 0; k < repeat; ++k) to[j++] = v;
+      }
+    }
     for (int64_t p = 1; p < pixels_per_row; ++p) std::copy_n(to, pixel_columns(), to + p * pixel_columns());
   }
 
@@ -450,12 +662,12 @@ struct Columns {
 
 // How an image is cut for tasks.
 struct Plan {
-  bool columns;       // else runs
-  bool pieces;        // cut in pieces, else one task per slab of groups
-  int64_t slab;       // groups of a task
-  int64_t slabs;      // tasks per image
-  int64_t piece;      // pixels (columns) or elements (runs: of the group) of a piece
-  int64_t count;      // pieces (columns: of the image, runs: of the group)
+  bool columns;   // else runs
+  bool pieces;    // cut in pieces, else one task per slab of groups
+  int64_t slab;   // groups of a task
+  int64_t slabs;  // tasks per image
+  int64_t piece;  // pixels (columns) or elements (runs: of the group) of a piece
+  int64_t count;  // pieces (columns: of the image, runs: of the group)
 };
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -498,17 +710,18 @@ Columns columns_of(const Problem& p, int64_t first, int64_t groups) {
 // What a task keeps beside the image, per column.
 template <class A>
 struct Work {
-  std::vector<A> shift, s, t, mean, scale, offset, gamma, p, q;
-  std::vector<double> sum, squares;
+  std::vector<A> shift, arranged, scratch, s, t, mean, scale, offset, gamma, p, q;
+  std::vector<double> sum, squares, off;
 
-  explicit Work(int64_t width) : shift(width), s(width), t(width), mean(width), scale(width), offset(width) {
+  explicit Work(int64_t width) {
+    width += width % 2;
+    for (auto* values : {&shift, &arranged, &scratch, &s, &t, &mean, &scale, &offset}) values->resize(width);
     sum.resize(width);
     squares.resize(width);
+    off.resize(width);
   }
   void for_backward() {
-    gamma.resize(shift.size());
-    p.resize(shift.size());
-    q.resize(shift.size());
+    for (auto* values : {&gamma, &p, &q}) values->resize(shift.size());
   }
 };
 
@@ -536,55 +749,63 @@ void moments_of_columns(const T* x, const Columns& v, double eps, Work<acc_t<T>>
     column_shift(x, v.ld, 1, v.tail, w.shift.data());
   }
   for (bool again = false;; again = true) {
-    std::fill_n(w.s.data(), width, A(0));
-    std::fill_n(w.t.data(), width, A(0));
+    std::fill(w.s.begin(), w.s.end(), A(0));
+    std::fill(w.t.begin(), w.t.end(), A(0));
     std::fill_n(w.sum.data(), width, 0.);
     std::fill_n(w.squares.data(), width, 0.);
+    if constexpr (kWords<T>) {
+      w.arranged = w.shift;
+      arrange<T>(w.arranged, width, w.scratch);
+    }
+    const A* shift = kWords<T> ? w.arranged.data() : w.shift.data();
     each_block(v, [&](int64_t at, int64_t rows, int64_t columns) {
-      column_moments(x + at, v.ld, rows, columns, w.shift.data(), w.s.data(), w.t.data());
-      fold(w.s.data(), w.sum.data(), columns);
-      fold(w.t.data(), w.squares.data(), columns);
+      column_moments(x + at, v.ld, rows, columns, v.half(), shift, w.s.data(), w.t.data());
+      fold<T>(w.s.data(), w.sum.data(), columns, v.half());
+      fold<T>(w.t.data(), w.squares.data(), columns, v.half());
     });
+    // From here on per column: sum becomes the mean around the shift, squares that around the mean.
+    const double whole = double(v.rows), longer = double(v.rows + 1);
+    centre(w.sum.data(), w.squares.data(), w.off.data(), v.tail, longer);
+    if (v.rows) centre(w.sum.data() + v.tail, w.squares.data() + v.tail, w.off.data() + v.tail, width - v.tail, whole);
     // Per group: the mean of the columns' means, from the first one's shift; squares within and between columns.
-    std::fill_n(groups, v.groups, Moments{});
+    const int64_t pixels = v.rows ? v.pixels_per_row : v.tail / v.pixel_columns(), step = v.pixel_columns();
     bool far = false;
     for (int64_t g = 0; g < v.groups; ++g) {
-      const int64_t step = v.pixel_columns(), begin = g * v.group_columns();
+      const int64_t begin = g * v.group_columns(), end = begin + v.group_columns();
       const double base = w.shift[begin];
       double count = 0, weighted = 0, off = 0, squares = 0;
-      for (int64_t p = 0; p < v.pixels_per_row; ++p) {
-        for (int64_t j = p * step + begin; j < p * step + begin + v.group_columns(); ++j) {
-          const double n = double(v.count(j));
-          if (n == 0) continue;
-          const double delta = w.sum[j] / n, o = delta * w.sum[j];
-          count += n;
-          weighted += n * (double(w.shift[j]) - base) + w.sum[j];
-          off += o;
-          squares += std::max(w.squares[j] - o, 0.);
+      for (int64_t p = 0; p < pixels; ++p) {
+        const double n = p * step < v.tail ? longer : whole;
+        double sum = 0;
+        for (int64_t j = p * step + begin; j < p * step + end; ++j) {
+          sum += (double(w.shift[j]) - base) + w.sum[j];
+          off += w.off[j];
+          squares += w.squares[j];
         }
+        count += n * double(end - begin);
+        weighted += n * sum;
       }
       const double middle = weighted / count;
-      for (int64_t p = 0; p < v.pixels_per_row; ++p) {
-        for (int64_t j = p * step + begin; j < p * step + begin + v.group_columns(); ++j) {
-          const double n = double(v.count(j));
-          if (n == 0) continue;
-          const double d = (double(w.shift[j]) - base) + w.sum[j] / n - middle;
-          squares += n * d * d;
+      for (int64_t p = 0; p < pixels; ++p) {
+        double sum = 0;
+        for (int64_t j = p * step + begin; j < p * step + end; ++j) {
+          const double d = (double(w.shift[j]) - base) + w.sum[j] - middle;
+          sum += d * d;
         }
+        squares += sum * (p * step < v.tail ? longer : whole);
       }
       groups[g] = {count, base + middle, squares};
       far = far || too_far(off, squares, count, eps);
     }
     if (again || !far) return;
-    for (int64_t j = 0; j < width; ++j) {
-      if (v.count(j)) w.shift[j] += A(w.sum[j] / double(v.count(j)));
-    }
+    for (int64_t j = 0; j < pixels * step; ++j) w.shift[j] += A(w.sum[j]);
   }
 }
 
 // A parameter as values of the compute type, NaN in its usual form.
 template <class A>
-std::vector<A> parameter_of(const std::optional<Tensor>& t) {
+std::vector<A> parameter_of(const std::optional<Tensor>& t, int64_t channels, A otherwise) {
+  if (!t) return std::vector<A>(channels, otherwise);
   std::vector<A> values = parameter<A>(t);
   for (A& v : values) v = v != v ? std::numeric_limits<A>::quiet_NaN() : v;
   return values;
@@ -600,10 +821,7 @@ struct Forward {
   const T* x;
   T* y;
   A *mean, *rstd;
-  std::vector<A> weight, bias;
-
-  A gamma(int64_t c) const { return weight.empty() ? A(1) : weight[c]; }
-  A beta(int64_t c) const { return bias.empty() ? A(0) : bias[c]; }
+  std::vector<A> gammas, betas;
 
   Statistics<A> finish(int64_t n, int64_t g, const Moments& m) const {
     const T* image = x + n * problem.image_size();
@@ -617,20 +835,21 @@ struct Forward {
   }
 
   void value(const T* from, T* to, const Columns& v, Work<A>& w, const Statistics<A>* s) const {
-    const int64_t d = v.per_group, c0 = v.channel();
-    v.spread(w.mean.data(), [&](int64_t c) { return s[c / d].mean; });
-    v.spread(w.scale.data(), [&](int64_t c) { return gamma(c0 + c) * s[c / d].rstd; });
-    v.spread(w.offset.data(), [&](int64_t c) { return beta(c0 + c) - s[c / d].rest * (gamma(c0 + c) * s[c / d].rstd); });
+    const A *g0 = gammas.data() + v.channel(), *b0 = betas.data() + v.channel();
+    v.spread(w.mean.data(), [&](int64_t g, int64_t) { return s[g].mean; });
+    v.spread(w.scale.data(), [&](int64_t g, int64_t c) { return g0[c] * s[g].rstd; });
+    v.spread(w.offset.data(), [&](int64_t g, int64_t c) { return b0[c] - s[g].rest * (g0[c] * s[g].rstd); });
+    for (auto* values : {&w.mean, &w.scale, &w.offset}) arrange<T>(*values, v.width(), w.scratch);
     const auto apply = PIXFUSE_FOR_ACT(column_value, T, problem.act);
     const A *m = w.mean.data(), *a = w.scale.data(), *b = w.offset.data();
-    if (v.rows) apply(from, to, v.ld, v.rows, v.width(), m, a, b);
-    if (v.tail) apply(from + v.rows * v.ld, to + v.rows * v.ld, v.ld, 1, v.tail, m, a, b);
+    if (v.rows) apply(from, to, v.ld, v.rows, v.width(), v.half(), m, a, b);
+    if (v.tail) apply(from + v.rows * v.ld, to + v.rows * v.ld, v.ld, 1, v.tail, v.half(), m, a, b);
   }
 
   void value(int64_t at, int64_t n, int64_t c, const Statistics<A>& s) const {
-    const A scale = gamma(c) * s.rstd;
+    const A scale = gammas[c] * s.rstd;
     const auto apply = PIXFUSE_FOR_ACT(run_value, T, problem.act);
-    apply(x + at, y + at, n, s.mean, scale, beta(c) - s.rest * scale);
+    apply(x + at, y + at, n, s.mean, scale, betas[c] - s.rest * scale);
   }
 
   void run() const {
@@ -753,7 +972,8 @@ std::tuple<Tensor, Tensor, Tensor> group_norm_cpu(const Tensor& x_any, const std
   const bool channels_last = is_channels_last(x_any);
   const Tensor x = to_dense(x_any, channels_last);
   const Problem problem = problem_of(x, num_groups, eps, act, round_before_act, channels_last);
-  STD_TORCH_CHECK(!weight || weight->numel() == problem.channels, "group_norm: weight must have an element per channel");
+  STD_TORCH_CHECK(!weight || weight->numel() == problem.channels,
+                  "group_norm: weight must have an element per channel");
   STD_TORCH_CHECK(!bias || bias->numel() == problem.channels, "group_norm: bias must have an element per channel");
   Tensor y = empty_dense(x, sizes_of(x), channels_last);
   Tensor mean = empty_dense(x, {problem.samples, num_groups}, false, acc_dtype(x.scalar_type()));
@@ -767,8 +987,8 @@ std::tuple<Tensor, Tensor, Tensor> group_norm_cpu(const Tensor& x_any, const std
                mutable_data<T>(y),
                mutable_data<A>(mean),
                mutable_data<A>(rstd),
-               parameter_of<A>(weight),
-               parameter_of<A>(bias)}
+               parameter_of<A>(weight, problem.channels, 1),
+               parameter_of<A>(bias, problem.channels, 0)}
         .run();
   });
   return {y, mean, rstd};
@@ -785,9 +1005,9 @@ struct Backward {
   Plan plan;
   const T *dy, *x;
   const A *mean, *rstd;
-  T* dx;             // null if not needed
+  T* dx;               // null if not needed
   A *dweight, *dbias;  // null if not needed
-  std::vector<A> weight, bias;
+  std::vector<A> gammas, betas;
 
   struct Sums {
     double b = 0, s = 0;  // of g and of g * xhat
@@ -797,8 +1017,7 @@ struct Backward {
     A mean, rstd, rest, p, q;  // rest: that of the mean, times -rstd
   };
 
-  A gamma(int64_t c) const { return weight.empty() ? A(1) : weight[c]; }
-  A beta(int64_t c, const Group& u) const { return (bias.empty() ? A(0) : bias[c]) + u.rest * gamma(c); }
+  A beta(int64_t c, const Group& u) const { return betas[c] + u.rest * gammas[c]; }
 
   Group group(int64_t n, int64_t g) const {
     const int64_t i = n * problem.groups + g;
@@ -819,33 +1038,39 @@ struct Backward {
     double total[2] = {};
     const A b = beta(c, u);
     for (int64_t i = 0; i < n; i += kRun) {
-      sum(x + at + i, dy + at + i, std::min(kRun, n - i), u.mean, u.rstd, gamma(c), b, total);
+      sum(x + at + i, dy + at + i, std::min(kRun, n - i), u.mean, u.rstd, gammas[c], b, total);
     }
     return {total[0], total[1]};
   }
 
   void result(int64_t at, int64_t n, int64_t c, const Group& u) const {
     const auto apply = PIXFUSE_FOR_ACT(run_dx, T, problem.act);
-    apply(x + at, dy + at, dx + at, n, u.mean, u.rstd, gamma(c), beta(c, u), u.p, u.q);
+    apply(x + at, dy + at, dx + at, n, u.mean, u.rstd, gammas[c], beta(c, u), u.p, u.q);
+  }
+
+  void coefficients(const Columns& v, Work<A>& w, const Group* u) const {
+    const A *g0 = gammas.data() + v.channel(), *b0 = betas.data() + v.channel();
+    v.spread(w.mean.data(), [&](int64_t g, int64_t) { return u[g].mean; });
+    v.spread(w.scale.data(), [&](int64_t g, int64_t) { return u[g].rstd; });
+    v.spread(w.gamma.data(), [&](int64_t, int64_t c) { return g0[c]; });
+    v.spread(w.offset.data(), [&](int64_t g, int64_t c) { return b0[c] + u[g].rest * g0[c]; });
+    for (auto* values : {&w.mean, &w.scale, &w.gamma, &w.offset}) arrange<T>(*values, v.width(), w.scratch);
   }
 
   // The columns' coefficients for their sums; then the sums, per channel of the columns.
   void sums(int64_t at, const Columns& v, Work<A>& w, const Group* u, Sums* channels) const {
-    const int64_t width = v.width(), d = v.per_group, c0 = v.channel();
-    v.spread(w.mean.data(), [&](int64_t c) { return u[c / d].mean; });
-    v.spread(w.scale.data(), [&](int64_t c) { return u[c / d].rstd; });
-    v.spread(w.gamma.data(), [&](int64_t c) { return gamma(c0 + c); });
-    v.spread(w.offset.data(), [&](int64_t c) { return beta(c0 + c, u[c / d]); });
-    std::fill_n(w.s.data(), width, A(0));
-    std::fill_n(w.t.data(), width, A(0));
+    const int64_t width = v.width(), d = v.per_group;
+    coefficients(v, w, u);
+    std::fill(w.s.begin(), w.s.end(), A(0));
+    std::fill(w.t.begin(), w.t.end(), A(0));
     std::fill_n(w.sum.data(), width, 0.);
     std::fill_n(w.squares.data(), width, 0.);
     const auto sum = PIXFUSE_FOR_ACT(column_sums, T, problem.act);
     each_block(v, [&](int64_t offset, int64_t rows, int64_t columns) {
-      sum(x + at + offset, dy + at + offset, v.ld, rows, columns, w.mean.data(), w.scale.data(), w.gamma.data(),
-          w.offset.data(), w.s.data(), w.t.data());
-      fold(w.s.data(), w.sum.data(), columns);
-      fold(w.t.data(), w.squares.data(), columns);
+      sum(x + at + offset, dy + at + offset, v.ld, rows, columns, v.half(), w.mean.data(), w.scale.data(),
+          w.gamma.data(), w.offset.data(), w.s.data(), w.t.data());
+      fold<T>(w.s.data(), w.sum.data(), columns, v.half());
+      fold<T>(w.t.data(), w.squares.data(), columns, v.half());
     });
     for (int64_t c = 0; c < v.groups * d; ++c) {
       Sums total;
@@ -862,19 +1087,14 @@ struct Backward {
 
   // dx, after set(); the other coefficients are there from sums() if `fresh` is false.
   void result(int64_t at, const Columns& v, Work<A>& w, const Group* u, bool fresh) const {
-    const int64_t d = v.per_group, c0 = v.channel();
-    if (fresh) {
-      v.spread(w.mean.data(), [&](int64_t c) { return u[c / d].mean; });
-      v.spread(w.scale.data(), [&](int64_t c) { return u[c / d].rstd; });
-      v.spread(w.gamma.data(), [&](int64_t c) { return gamma(c0 + c); });
-      v.spread(w.offset.data(), [&](int64_t c) { return beta(c0 + c, u[c / d]); });
-    }
-    v.spread(w.p.data(), [&](int64_t c) { return u[c / d].p; });
-    v.spread(w.q.data(), [&](int64_t c) { return u[c / d].q; });
+    if (fresh) coefficients(v, w, u);
+    v.spread(w.p.data(), [&](int64_t g, int64_t) { return u[g].p; });
+    v.spread(w.q.data(), [&](int64_t g, int64_t) { return u[g].q; });
+    for (auto* values : {&w.p, &w.q}) arrange<T>(*values, v.width(), w.scratch);
     const auto apply = PIXFUSE_FOR_ACT(column_dx, T, problem.act);
     auto rows = [&](int64_t offset, int64_t count, int64_t columns) {
-      apply(x + at + offset, dy + at + offset, dx + at + offset, v.ld, count, columns, w.mean.data(), w.scale.data(),
-            w.gamma.data(), w.offset.data(), w.p.data(), w.q.data());
+      apply(x + at + offset, dy + at + offset, dx + at + offset, v.ld, count, columns, v.half(), w.mean.data(),
+            w.scale.data(), w.gamma.data(), w.offset.data(), w.p.data(), w.q.data());
     };
     if (v.rows) rows(0, v.rows, v.width());
     if (v.tail) rows(v.rows * v.ld, 1, v.tail);
@@ -888,8 +1108,8 @@ struct Backward {
       for (int64_t k = 0; k < d; ++k) {
         const int64_t c = (first + g) * d + k;
         const Sums here = corrected(channels[g * d + k], u[g]);
-        b += double(gamma(c)) * here.b;
-        s += double(gamma(c)) * here.s;
+        b += double(gammas[c]) * here.b;
+        s += double(gammas[c]) * here.s;
         parameters[c].b += here.b;
         parameters[c].s += here.s;
       }
@@ -970,12 +1190,13 @@ struct Backward {
     for (int64_t g = 0; g < v.groups; ++g) any = any || mean_needs_rest(u[g].mean, u[g].rstd);
     std::fill_n(totals, v.groups, 0.);
     if (!any) return false;
-    v.spread(w.mean.data(), [&](int64_t c) { return u[c / v.per_group].mean; });
-    std::fill_n(w.s.data(), v.width(), A(0));
+    v.spread(w.mean.data(), [&](int64_t g, int64_t) { return u[g].mean; });
+    arrange<T>(w.mean, v.width(), w.scratch);
+    std::fill(w.s.begin(), w.s.end(), A(0));
     std::fill_n(w.sum.data(), v.width(), 0.);
     each_block(v, [&](int64_t offset, int64_t rows, int64_t columns) {
-      column_moments(x + at + offset, v.ld, rows, columns, w.mean.data(), w.s.data(), w.t.data());
-      fold(w.s.data(), w.sum.data(), columns);
+      column_moments(x + at + offset, v.ld, rows, columns, v.half(), w.mean.data(), w.s.data(), w.t.data());
+      fold<T>(w.s.data(), w.sum.data(), columns, v.half());
     });
     v.each([&](int64_t g, int64_t j) { totals[g] += w.sum[j]; });
     return true;
@@ -1117,10 +1338,12 @@ struct Backward {
   }
 };
 
-std::tuple<Tensor, Tensor, Tensor> group_norm_backward_cpu(
-    const Tensor& dy_any, const Tensor& x_any, const Tensor& mean_any, const Tensor& rstd_any,
-    const std::optional<Tensor>& weight, const std::optional<Tensor>& bias, int64_t num_groups, int64_t act,
-    bool round_before_act, bool need_dx, bool need_dweight, bool need_dbias) {
+std::tuple<Tensor, Tensor, Tensor> group_norm_backward_cpu(const Tensor& dy_any, const Tensor& x_any,
+                                                           const Tensor& mean_any, const Tensor& rstd_any,
+                                                           const std::optional<Tensor>& weight,
+                                                           const std::optional<Tensor>& bias, int64_t num_groups,
+                                                           int64_t act, bool round_before_act, bool need_dx,
+                                                           bool need_dweight, bool need_dbias) {
   const bool channels_last = is_channels_last(x_any);
   const Tensor x = to_dense(x_any, channels_last), dy = to_dense(dy_any, channels_last);
   const Tensor mean = to_dense(mean_any, false), rstd = to_dense(rstd_any, false);
@@ -1151,8 +1374,8 @@ std::tuple<Tensor, Tensor, Tensor> group_norm_backward_cpu(
                 need_dx ? mutable_data<T>(dx) : nullptr,
                 need_dweight ? mutable_data<A>(dweight) : nullptr,
                 need_dbias ? mutable_data<A>(dbias) : nullptr,
-                parameter_of<A>(weight),
-                parameter_of<A>(bias)}
+                parameter_of<A>(weight, problem.channels, 1),
+                parameter_of<A>(bias, problem.channels, 0)}
         .run();
   });
   return {dx, dweight, dbias};
