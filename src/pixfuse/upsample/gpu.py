@@ -1,0 +1,571 @@
+"""upsample_nearest and interpolate on GPUs: Triton kernels that only gather, for values and gradients.
+
+Dense memory is ``[outer, D, H, W, inner]``: the images one after another with the channels innermost (channels_last),
+or the channels' planes one after another with ``inner`` 1. Fewer spatial axes have leading ones of size 1.
+
+* ``upsample_nearest`` reads every input sample once and writes its block; the backward reads every sample of dy once.
+* ``interpolate`` and its backward apply the tables of ``taps.py``, forwards or transposed, to all axes at once; an
+  axis pair with many taps goes axis by axis through a float32 intermediate.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .._shared.gpu import Launch, power_of_2
+from .._shared.layout import empty, is_channels_last, to_layout
+from .taps import CUBIC, LINEAR, NEAREST, NEAREST_EXACT, taps
+
+DTYPES = (
+    torch.float32, torch.bfloat16, torch.float16,
+    torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool,
+)  # fmt: skip
+
+_TILE = 2048  # elements of a program
+_STRIP = 16  # input rows of a program that doubles the size
+_STRIP_TILE = 512  # elements of such a row; half of it for the forward in contiguous layout
+_TAPS = 36  # taps of an output above which the axes are resized one after another
+
+
+# --- whole factors --------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _rows(pid, W, tiles, H, rows, BR: tl.constexpr, BW: tl.constexpr):
+    """A program's input rows, their numbers ``(plane, row)``, its columns and which of all these exist."""
+    r = (pid // tiles).to(tl.int64) * BR + tl.arange(0, BR)
+    w = pid % tiles * BW + tl.arange(0, BW)
+    return r, r // H, r % H, w, (r < rows)[:, None] & (w < W)[None, :]
+
+
+# A program owns BR input rows by BW columns (contiguous layout). A row is widened in registers to SW (at least sw)
+# columns a sample and stored to each of its sd * sh output rows.
+@triton.jit
+def _repeat_kernel(
+    x, y, gain, W, H, rows, tiles, sw,
+    SD: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr, BR: tl.constexpr, BW: tl.constexpr, SCALED: tl.constexpr,
+):  # fmt: skip
+    r, plane, h, w, mask = _rows(tl.program_id(0), W, tiles, H, rows, BR, BW)
+    v = tl.load(x + r[:, None] * W + w[None, :], mask=mask)
+    if SCALED:
+        v = (v.to(tl.float32) * gain).to(v.dtype)
+    v = tl.reshape(tl.broadcast_to(v[:, :, None], (BR, BW, SW)), (BR, BW * SW))
+    j = tl.arange(0, BW * SW)
+    w0 = tl.program_id(0) % tiles * BW
+    column = (w0 + j // SW) * sw + j % SW
+    out = (r < rows)[:, None] & ((w0 + j // SW < W) & (j % SW < sw))[None, :]
+    for a in range(SD):
+        for b in range(SH):
+            row = (plane * SD + a) * (H * SH) + h * SH + b
+            tl.store(y + row[:, None] * (W * sw) + column[None, :], v, mask=out)
+
+
+# The transpose: a program owns BR rows by BW columns of dx and sums the blocks of dy, which it reads as wide rows.
+@triton.jit
+def _block_sum_kernel(
+    dy, dx, gain, W, H, rows, tiles, sw,
+    SD: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr, BR: tl.constexpr, BW: tl.constexpr, SCALED: tl.constexpr,
+):  # fmt: skip
+    r, plane, h, w, mask = _rows(tl.program_id(0), W, tiles, H, rows, BR, BW)
+    j = tl.arange(0, BW * SW)
+    w0 = tl.program_id(0) % tiles * BW
+    column = (w0 + j // SW) * sw + j % SW
+    there = (r < rows)[:, None] & ((w0 + j // SW < W) & (j % SW < sw))[None, :]
+    total = tl.zeros((BR, BW * SW), tl.float32)
+    for a in range(SD):
+        for b in range(SH):
+            row = (plane * SD + a) * (H * SH) + h * SH + b
+            total += tl.load(dy + row[:, None] * (W * sw) + column[None, :], mask=there, other=0.0).to(tl.float32)
+    total = tl.sum(tl.reshape(total, (BR, BW, SW)), 2) * gain
+    tl.store(dx + r[:, None] * W + w[None, :], total.to(dx.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _pixels(pid, C, W, H, pixels, tiles, BP: tl.constexpr, BC: tl.constexpr):
+    """A program's input pixels ``(plane, row, column)``, their offsets with its channels, and which of these exist."""
+    p = (pid // tiles).to(tl.int64) * BP + tl.arange(0, BP)
+    c = pid % tiles * BC + tl.arange(0, BC)
+    row = p // W
+    return row // H, row % H, p % W, c, p[:, None] * C + c[None, :], (p < pixels)[:, None] & (c < C)[None, :]
+
+
+# channels_last: a program owns BP input pixels by BC channels, read once and stored to each pixel of their blocks.
+@triton.jit
+def _repeat_pixels_kernel(
+    x, y, gain, C, W, H, pixels, tiles,
+    SD: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr, SCALED: tl.constexpr,
+):  # fmt: skip
+    plane, h, w, c, offsets, mask = _pixels(tl.program_id(0), C, W, H, pixels, tiles, BP, BC)
+    v = tl.load(x + offsets, mask=mask)
+    if SCALED:
+        v = (v.to(tl.float32) * gain).to(v.dtype)
+    for a in range(SD):
+        for b in range(SH):
+            corner = ((plane * SD + a) * (H * SH) + h * SH + b) * (W * SW) + w * SW
+            for k in range(SW):
+                tl.store(y + (corner + k)[:, None] * C + c[None, :], v, mask=mask)
+
+
+# The transpose: a program owns BP pixels by BC channels of dx and reads each pixel of their blocks of dy once.
+@triton.jit
+def _block_sum_pixels_kernel(
+    dy, dx, gain, C, W, H, pixels, tiles,
+    SD: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr, SCALED: tl.constexpr,
+):  # fmt: skip
+    plane, h, w, c, offsets, mask = _pixels(tl.program_id(0), C, W, H, pixels, tiles, BP, BC)
+    total = tl.zeros((BP, BC), tl.float32)
+    for a in range(SD):
+        for b in range(SH):
+            corner = ((plane * SD + a) * (H * SH) + h * SH + b) * (W * SW) + w * SW
+            for k in range(SW):
+                total += tl.load(dy + (corner + k)[:, None] * C + c[None, :], mask=mask, other=0.0).to(tl.float32)
+    tl.store(dx + offsets, (total * gain).to(dx.dtype.element_ty), mask=mask)
+
+
+# --- twice the size, linear and cubic ---------------------------------------------------------------------------
+
+
+@triton.jit
+def _strip(pid, tiles, blocks, strips, BW: tl.constexpr, BC: tl.constexpr, R: tl.constexpr, CL: tl.constexpr):
+    """A program's channels (planes), first column, first row and the number of its image (0 in contiguous layout)."""
+    if CL:
+        tile, block, rest = pid % tiles, pid // tiles % blocks, pid // tiles // blocks
+        strip, image = rest % strips, rest // strips
+    else:
+        block, strip, tile = pid % blocks, pid // blocks % strips, pid // blocks // strips
+        image = tile * 0
+    return tile * BC + tl.arange(0, BC), block * BW, strip * R, image.to(tl.int64)
+
+
+@triton.jit
+def _repeated(tile, N: tl.constexpr):
+    """A tuple of ``N`` times the tile."""
+    tiles = (tile,)
+    for _ in tl.static_range(N - 1):
+        tiles = tiles + (tile,)
+    return tiles
+
+
+# A program owns R input rows by BW columns of BC channels or planes, and the 2 R output rows that they make. Row by
+# row it loads K shifted rows, combines them to the two horizontal phases and keeps those of the last K rows in
+# registers; they make two output rows, which leave interleaved. Weights are constants, so zeros cost nothing; beyond
+# the border the outermost sample is repeated.
+@triton.jit
+def _double_kernel(
+    x, y, C, H, W, tiles, blocks, strips,
+    WEIGHTS: tl.constexpr, K: tl.constexpr, R: tl.constexpr, BW: tl.constexpr, BC: tl.constexpr, CL: tl.constexpr,
+):  # fmt: skip
+    c, w0, r0, image = _strip(tl.program_id(0), tiles, blocks, strips, BW, BC, R, CL)
+    w = w0 + tl.arange(0, BW)
+    element: tl.constexpr = y.dtype.element_ty
+    if CL:
+        mask = (w < W)[:, None] & (c < C)[None, :]
+        x += image * H * W * C + c[None, :]
+        y += image * 4 * H * W * C + (2 * w[:, None] * C + c[None, :])
+        wide = mask
+    else:
+        mask = (c < C)[:, None] & (w < W)[None, :]
+        planes = c.to(tl.int64)[:, None] * H * W
+        column = 2 * w0 + tl.arange(0, 2 * BW)
+        wide = (c < C)[:, None] & (column < 2 * W)[None, :]
+        x += planes
+        y += planes * 4 + column[None, :]
+    none = tl.zeros(mask.shape, tl.float32)
+    evens, odds = _repeated(none, K), _repeated(none, K)  # of the last K rows
+    for j in range(R + K - 1):
+        row = tl.minimum(tl.maximum(r0 + j - K // 2, 0), H - 1).to(tl.int64) * W
+        even, odd = none, none
+        for k in tl.static_range(K):
+            # The middle one is clamped too: otherwise it alone would be loaded in vectors, and change threads.
+            at = row + tl.minimum(tl.maximum(w + (k - K // 2), 0), W - 1)
+            v = tl.load(x + (at[:, None] * C if CL else at[None, :]), mask=mask, other=0.0).to(tl.float32)
+            if WEIGHTS[k] != 0.0:
+                even += WEIGHTS[k] * v
+            if WEIGHTS[K + k] != 0.0:
+                odd += WEIGHTS[K + k] * v
+        evens, odds = evens[1:] + (even,), odds[1:] + (odd,)
+        i = r0 + j - (K - 1)
+        if (j >= K - 1) & (i < H):
+            for phase in tl.static_range(2):
+                even, odd = none, none
+                for k in tl.static_range(K):
+                    if WEIGHTS[phase * K + k] != 0.0:
+                        even += WEIGHTS[phase * K + k] * evens[k]
+                        odd += WEIGHTS[phase * K + k] * odds[k]
+                to = (2 * i + phase).to(tl.int64) * (2 * W)
+                if CL:
+                    tl.store(y + to * C, even.to(element), mask=wide)
+                    tl.store(y + (to + 1) * C, odd.to(element), mask=wide)
+                else:
+                    both = tl.join(even.to(element), odd.to(element))
+                    tl.store(y + to, tl.reshape(both, (BC, 2 * BW)), mask=wide)
+
+
+# The transpose. A program owns R rows by BW columns of BC channels or planes of dx. Input i is used by the outputs
+# 2 i - K / 2 + 1 up to 2 i + K / 2, at the border as inside; only the weights differ there, so they come from tables
+# [K, W] and [K, H]. Rows of dy are summed along their length as they come, two a turn, and the last K of them down.
+@triton.jit
+def _halve_kernel(
+    dy, across, down, dx, C, H, W, tiles, blocks, strips,
+    K: tl.constexpr, R: tl.constexpr, BW: tl.constexpr, BC: tl.constexpr, CL: tl.constexpr,
+):  # fmt: skip
+    c, w0, r0, image = _strip(tl.program_id(0), tiles, blocks, strips, BW, BC, R, CL)
+    w = w0 + tl.arange(0, BW)
+    if CL:
+        mask = (w < W)[:, None] & (c < C)[None, :]
+        dy += image * 4 * H * W * C + c[None, :]
+        dx += image * H * W * C + (w[:, None] * C + c[None, :])
+    else:
+        planes = c.to(tl.int64)[:, None] * H * W
+        mask = (c < C)[:, None] & (w < W)[None, :]
+        dy += planes * 4
+        dx += planes + w[None, :]
+    weights = ()
+    for k in tl.static_range(K):
+        f = tl.load(across + k * W + w, mask=w < W, other=0.0)
+        weights = weights + (f[:, None] if CL else f[None, :],)
+    none = tl.zeros(mask.shape, tl.float32)
+    rows = _repeated(none, K)
+    for turn in range(R + K // 2 - 1):
+        for half in tl.static_range(2):
+            row = 2 * (r0 + turn) + (half + 1 - K // 2)
+            inside = (row >= 0) & (row < 2 * H)
+            start = row.to(tl.int64) * (2 * W)
+            total = none
+            if CL:
+                for k in tl.static_range(K):
+                    column = 2 * w + (k + 1 - K // 2)
+                    there = mask & (inside & (column >= 0) & (column < 2 * W))[:, None]
+                    v = tl.load(dy + (start + column)[:, None] * C, mask=there, other=0.0).to(tl.float32)
+                    total += weights[k] * v
+            else:
+                for pair in tl.static_range(K // 2 + 1):  # outputs 2 w - K / 2 + 2 pair and the next
+                    column = 2 * w0 + (2 * pair - K // 2) + tl.arange(0, 2 * BW)
+                    there = (c < C)[:, None] & (inside & (column >= 0) & (column < 2 * W))[None, :]
+                    v = tl.load(dy + (start + column)[None, :], mask=there, other=0.0)
+                    v0, v1 = tl.split(tl.reshape(v, (BC, BW, 2)))
+                    if pair > 0:
+                        total += weights[2 * pair - 1] * v0.to(tl.float32)
+                    if pair < K // 2:
+                        total += weights[2 * pair] * v1.to(tl.float32)
+            rows = rows[1:] + (total,)
+        i = r0 + turn - (K // 2 - 1)
+        if (turn >= K // 2 - 1) & (i < H):
+            total = none
+            for k in tl.static_range(K):
+                total += tl.load(down + k * H + i) * rows[k]
+            to = i.to(tl.int64) * W
+            tl.store(dx + (to * C if CL else to), total.to(dx.dtype.element_ty), mask=mask)
+
+
+# --- tables ---------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _taps_of(start, stop, o, there):
+    """First input sample and number of samples of the outputs ``o`` along an axis; itself without a table."""
+    if start is None:
+        return o, tl.full(o.shape, 1, tl.int32)
+    else:
+        first = tl.load(start + o, mask=there, other=0)
+        return first, tl.load(stop + o, mask=there, other=0) - first
+
+
+# A program owns BP output pixels by BC channels (contiguous layout: planes). What the pixels read, and with what
+# weights, is the same for all channels and is held per pixel; the sum stays in registers. Pixels lie along axis 0 in
+# both layouts: Triton lays the threads of a gather along it, which is what contiguous planes need.
+@triton.jit
+def _resample_kernel(
+    x, start_d, stop_d, weights_d, start_h, stop_h, weights_h, start_w, stop_w, weights_w, y,
+    C, D, H, W, OD, OH, OW, pixels, tiles, blocks,
+    KD: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr,
+    CL: tl.constexpr, COPY: tl.constexpr,
+):  # fmt: skip
+    pid = tl.program_id(0)
+    # channels_last: (image, block, tile of channels); contiguous: (tile of planes, block), C counting all planes.
+    tile = pid % tiles if CL else pid // blocks
+    block = pid // tiles % blocks if CL else pid % blocks
+    image = pid // (tiles * blocks)
+    c = tile * BC + tl.arange(0, BC)
+    p = block.to(tl.int64) * BP + tl.arange(0, BP)
+    there = p < pixels
+    ow, row = (p % OW).to(tl.int32), p // OW
+    oh, od = (row % OH).to(tl.int32), (row // OH).to(tl.int32)
+    d, nd = _taps_of(start_d, stop_d, od, there)
+    h, nh = _taps_of(start_h, stop_h, oh, there)
+    w, nw = _taps_of(start_w, stop_w, ow, there)
+    element: tl.constexpr = y.dtype.element_ty
+    mask = there[:, None] & (c < C)[None, :]
+    if CL:
+        x += image.to(tl.int64) * D * H * W * C + c[None, :]
+        y += image.to(tl.int64) * pixels * C + (p[:, None] * C + c[None, :])
+    else:
+        x += c.to(tl.int64)[None, :] * D * H * W
+        y += c.to(tl.int64)[None, :] * pixels + p[:, None]
+    pitch = C if CL else 1
+    if COPY:  # of any dtype
+        at = (d.to(tl.int64) * H + h) * W + w
+        v = tl.load(x + (at * pitch)[:, None], mask=mask)
+    else:
+        v = tl.zeros((BP, BC), tl.float32)
+        for i in range(KD):
+            for j in range(KH):
+                at = ((d + i).to(tl.int64) * H + (h + j)) * W + w
+                used = there & (i < nd) & (j < nh)
+                f = tl.full((BP,), 1.0, tl.float32)
+                if weights_d is not None:
+                    f *= tl.load(weights_d + i * OD + od, mask=used, other=0.0)
+                if weights_h is not None:
+                    f *= tl.load(weights_h + j * OH + oh, mask=used, other=0.0)
+                for k in range(KW):
+                    g = f
+                    inside = used & (k < nw)
+                    if weights_w is not None:
+                        g = f * tl.load(weights_w + k * OW + ow, mask=inside, other=0.0)
+                    s = tl.load(x + ((at + k) * pitch)[:, None], mask=mask & inside[:, None], other=0.0)
+                    v += g[:, None] * s.to(tl.float32)
+        if element == tl.uint8:  # to nearest, ties to even, saturated
+            v = tl.minimum(tl.maximum((v + 12582912.0) - 12582912.0, 0.0), 255.0)
+    tl.store(y, v.to(element), mask=mask)
+
+
+# --- launches -------------------------------------------------------------------------------------------------
+
+
+def _three(sizes: Sequence[int], fill: int = 1) -> tuple[int, int, int]:
+    """Spatial sizes of one to three axes as ``(D, H, W)``."""
+    return (fill,) * (3 - len(sizes)) + tuple(sizes)  # type: ignore[return-value]
+
+
+@functools.lru_cache(maxsize=1024)
+def _whole_factor(
+    shape: tuple[int, ...], scale: tuple[int, ...], gain: float, channels_last: bool, backward: bool,
+    dtype: torch.dtype,
+) -> Launch:  # fmt: skip
+    """The launch for an input of ``shape`` (the result's shape if ``backward``)."""
+    C, (D, H, W), (sd, sh, sw) = shape[1], _three(shape[2:]), _three(scale)
+    scaled = gain != 1
+    if channels_last:
+        pixels = shape[0] * D * H * W
+        channels = min(power_of_2(C), 128)
+        block = _TILE // channels
+        tiles = -(-C // channels)
+        return Launch(
+            _block_sum_pixels_kernel if backward else _repeat_pixels_kernel, -(-pixels // block) * tiles,
+            (gain, C, W, H, pixels, tiles), (sd, sh, sw, block, channels, scaled),
+        )  # fmt: skip
+    rows = shape[0] * C * D * H
+    wide = power_of_2(sw)
+    columns = min(power_of_2(W), max(_TILE // wide, 1))
+    height = max(_TILE // (columns * wide), 1)
+    tiles = -(-W // columns)
+    return Launch(
+        _block_sum_kernel if backward else _repeat_kernel, -(-rows // height) * tiles,
+        (gain, W, H, rows, tiles, sw), (sd, sh, wide, height, columns, scaled),
+    )  # fmt: skip
+
+
+def upsample_nearest(x: Tensor, scale: Sequence[int], gain: float) -> Tensor:
+    """Every sample ``scale[d]`` times along spatial axis ``d``, times ``gain``."""
+    channels_last = is_channels_last(x)
+    x = to_layout(x, channels_last)
+    sizes = (n * s for n, s in zip(x.shape[2:], scale, strict=True))
+    y = empty(x, (*x.shape[:2], *sizes), channels_last)
+    if y.numel():
+        launch = _whole_factor(x.shape, tuple(scale), float(gain), channels_last, False, x.dtype)
+        launch(_bytes(x), _bytes(y))
+    return y
+
+
+def upsample_nearest_backward(dy: Tensor, scale: Sequence[int], gain: float) -> Tensor:
+    """The sum over each block of ``dy``, times ``gain``."""
+    channels_last = is_channels_last(dy)
+    dy = to_layout(dy, channels_last)
+    sizes = (n // s for n, s in zip(dy.shape[2:], scale, strict=True))
+    dx = empty(dy, (*dy.shape[:2], *sizes), channels_last)
+    if dx.numel():
+        _whole_factor(dx.shape, tuple(scale), float(gain), channels_last, True, dy.dtype)(dy, dx)
+    return dx
+
+
+def _bytes(x: Tensor) -> Tensor:
+    """Bools as the bytes that they are."""
+    return x.view(torch.uint8) if x.dtype == torch.bool else x
+
+
+@functools.lru_cache(maxsize=256)
+def _table(
+    in_size: int, out_size: int, scale: float, mode: int, align_corners: bool, antialias: bool, transposed: bool,
+    device: torch.device,
+) -> tuple[Tensor, Tensor, Tensor] | None:  # fmt: skip
+    """Start, stop (int32) and weights (float32, tap by tap) of an axis on a device; None where nothing changes.
+
+    The copy waits for its end, so that every stream may use the table. Like a kernel's compilation, it belongs before
+    the capture of a CUDA graph.
+    """
+    table = taps(in_size, out_size, scale, mode, align_corners, antialias)
+    if table is None:
+        return None
+    if transposed:
+        table = table.transposed(in_size)
+    start, stop = (torch.from_numpy(a.astype("int32")).to(device) for a in (table.start, table.stop))
+    return start, stop, torch.from_numpy(table.weights.T.astype("float32")).contiguous().to(device)
+
+
+@functools.lru_cache(maxsize=1024)
+def _resampling(
+    shape: tuple[int, ...], size: tuple[int, ...], taps_of: tuple[int, ...], channels_last: bool, copy: bool,
+    dtypes: tuple[torch.dtype, torch.dtype], tables: tuple[bool, ...],
+) -> Launch:  # fmt: skip
+    """The launch from an input of ``shape`` to the spatial ``size``."""
+    N, C, (OD, OH, OW) = shape[0], shape[1], size
+    pixels = OD * OH * OW
+    if channels_last:
+        channels = min(power_of_2(C), 128)
+        block = min(_TILE // channels, power_of_2(pixels))
+        images = N
+    else:
+        C *= N
+        block = min(power_of_2(pixels), 256)
+        channels = min(_TILE // block, power_of_2(C))
+        images = 1
+    tiles, blocks = -(-C // channels), -(-pixels // block)
+    return Launch(
+        _resample_kernel, images * tiles * blocks, (C, *_three(shape[2:]), OD, OH, OW, pixels, tiles, blocks),
+        (*taps_of, block, channels, channels_last, copy),
+    )  # fmt: skip
+
+
+def _is_double(
+    small: Sequence[int], large: Sequence[int], mode: int, rest: tuple[bool, bool], scale: Sequence[float]
+) -> bool:
+    """Whether the kernels for twice the size do it."""
+    return (
+        len(small) == 2
+        and mode in (LINEAR, CUBIC)
+        and rest == (False, False)
+        and all(o == 2 * i and s in (0, 2) for i, o, s in zip(small, large, scale, strict=True))
+    )
+
+
+@functools.lru_cache(maxsize=1024)
+def _double(shape: tuple[int, ...], mode: int, channels_last: bool, backward: bool, dtype: torch.dtype) -> Launch:
+    """The launch for the smaller image's ``shape``."""
+    N, C, H, W = shape
+    tile = _STRIP_TILE if channels_last or backward else _STRIP_TILE // 2
+    if channels_last:
+        channels = min(power_of_2(C), 64)
+        images = N
+    else:
+        C *= N
+        channels = min(max(tile // power_of_2(W), 1), power_of_2(C))
+        images = 1
+    columns = min(tile // channels, power_of_2(W))
+    tiles, blocks = -(-C // channels), -(-W // columns)
+    rows = min(_STRIP, power_of_2(H))
+    strips = -(-H // rows)
+    scalars = (C, H, W, tiles, blocks, strips)
+    programs = images * tiles * blocks * strips
+    constants = (rows, columns, channels, channels_last)
+    if backward:
+        return Launch(_halve_kernel, programs, scalars, (4 if mode == LINEAR else 8, *constants))
+    window = 3 if mode == LINEAR else 5
+    return Launch(_double_kernel, programs, scalars, (_phases(mode, window), window, *constants))
+
+
+def _phases(mode: int, window: int) -> tuple[float, ...]:
+    """Weights of the even and of the odd outputs ``2 i`` and ``2 i + 1`` for inputs ``i - window // 2`` on."""
+    table = taps(16, 32, 2.0, mode, False, False)
+    assert table is not None  # the sizes differ
+    weights = []
+    for phase in range(2):
+        first = int(table.start[16 + phase]) - 8 + window // 2
+        row = [0.0] * window
+        row[first : first + table.weights.shape[1]] = map(float, table.weights[16 + phase])
+        weights += row
+    return tuple(weights)
+
+
+@functools.lru_cache(maxsize=256)
+def _windows(size: int, mode: int, taps_of: int, device: torch.device) -> Tensor:
+    """Weights ``[taps, size]`` of input ``i`` in the outputs from ``2 i - taps / 2 + 1`` on; see ``_table``."""
+    table = taps(size, 2 * size, 2.0, mode, False, False)
+    assert table is not None  # the sizes differ
+    back = table.transposed(size)
+    weights = torch.zeros(taps_of, size)
+    for i in range(size):
+        for k in range(int(back.stop[i] - back.start[i])):
+            weights[int(back.start[i]) + k - (2 * i - taps_of // 2 + 1), i] = float(back.weights[i, k])
+    return weights.to(device)
+
+
+def _resize(
+    x: Tensor, sizes: Sequence[int], mode: int, rest: tuple[bool, bool], scale: Sequence[float], back: bool
+) -> Tensor:
+    """``x`` resized to spatial ``sizes`` by the tables forwards or (``back``) transposed."""
+    channels_last = is_channels_last(x)
+    x = to_layout(x, channels_last)
+    y = empty(x, (*x.shape[:2], *sizes), channels_last)
+    if y.numel() == 0:
+        return y
+    small, large = (y, x) if back else (x, y)
+    if x.is_floating_point() and _is_double(small.shape[2:], large.shape[2:], mode, rest, scale):
+        launch = _double(small.shape, mode, channels_last, back, x.dtype)
+        if back:
+            count = 4 if mode == LINEAR else 8
+            down, across = (_windows(n, mode, count, x.device) for n in small.shape[2:])
+            launch(x, across, down, y)
+        else:
+            launch(x, y)
+        return y
+    tables = [
+        _table(*((o, i) if back else (i, o)), float(s), mode, *rest, back, x.device)
+        for i, o, s in zip(x.shape[2:], sizes, scale, strict=True)
+    ]
+    counts = [1 if t is None else t[2].shape[0] for t in tables]
+    copy = (mode in (NEAREST, NEAREST_EXACT) and not back) or not any(tables)
+    if math.prod(counts) > _TAPS:
+        # Axis by axis, the one that shrinks the most first.
+        order = sorted((d for d, t in enumerate(tables) if t), key=lambda d: sizes[d] / x.shape[2 + d])
+        for d in order[:-1]:
+            x = _resampled(x, [t if e == d else None for e, t in enumerate(tables)], sizes, None, copy)
+            tables[d] = None
+    return _resampled(x, tables, sizes, y, copy)
+
+
+def _resampled(
+    x: Tensor, tables: Sequence[tuple[Tensor, ...] | None], sizes: Sequence[int], y: Tensor | None, copy: bool
+) -> Tensor:
+    """``x`` resized along the axes that have tables, into ``y`` or a new float32 tensor."""
+    channels_last = is_channels_last(x) if y is None else is_channels_last(y)
+    shape = [n if t is None else o for n, o, t in zip(x.shape[2:], sizes, tables, strict=True)]
+    if y is None:
+        y = empty(x, (*x.shape[:2], *shape), channels_last, torch.float32)
+    every = [None] * (3 - len(tables)) + list(tables)
+    counts = tuple(1 if t is None else t[2].shape[0] for t in every)
+    launch = _resampling(
+        x.shape, _three(shape), counts, channels_last, copy, (x.dtype, y.dtype), tuple(t is None for t in every)
+    )
+    launch(_bytes(x), *(a for t in every for a in (t or (None,) * 3)), _bytes(y))
+    return y
+
+
+def interpolate(
+    x: Tensor, size: Sequence[int], mode: int, align_corners: bool, antialias: bool, scale: Sequence[float]
+) -> Tensor:
+    """``x`` resized to the spatial ``size``; see ``reference.py``."""
+    return _resize(x, size, mode, (align_corners, antialias), scale, False)
+
+
+def interpolate_backward(
+    dy: Tensor, size: Sequence[int], mode: int, align_corners: bool, antialias: bool, scale: Sequence[float]
+) -> Tensor:
+    """The transposed map: ``dx`` of the spatial ``size`` of the input."""
+    return _resize(dy, size, mode, (align_corners, antialias), scale, True)
