@@ -232,6 +232,11 @@ class Branching(Straight):
         return self.act(self.norm2(h))
 
 
+class Encoding(Straight):
+    def encode(self, x: Tensor) -> Tensor:
+        return self.norm2(x)
+
+
 class Functional(Straight):
     def forward(self, x: Tensor) -> Tensor:
         return F.silu(self.norm1(x)) + self.norm2(x) + self.norm3(x)
@@ -250,6 +255,7 @@ class Untraceable(Straight):
         (Reused, [], {}),
         (Twice, [], {}),
         (Branching, [], {"act": "SiLU: not fused: forward branches, so its graph proves nothing"}),
+        (Encoding, [], {"act": "SiLU: not fused: a method besides forward uses it or the norm before it"}),
         (Functional, [], {}),
         (Untraceable, [], {"act": "SiLU: not fused: torch.fx cannot trace forward"}),
     ],
@@ -269,6 +275,33 @@ def test_a_sequential_with_another_forward() -> None:
             return x
 
     assert agree(Skipping(nn.GroupNorm(2, 8), nn.SiLU()), X).replaced == {"0": "GroupNorm"}
+
+
+@pytest.mark.parametrize(
+    ("use", "apart"),
+    [
+        (lambda self, x: self.net(x) + self.net(x + 1), False),
+        (lambda self, x: self.net[0](x), True),
+        (lambda self, x: [x := layer(x) for layer in self.net][-1], True),
+        (lambda self, x: (lambda: self.net[1](x))(), True),
+        (lambda self, x: torch.utils.checkpoint.checkpoint(self.net, x, use_reentrant=False), True),
+    ],
+)
+def test_a_sequential_that_its_owner_takes_apart(use: Any, apart: bool) -> None:
+    class Owner(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Sequential(nn.GroupNorm(2, 8), nn.SiLU())
+            self.first = self.net[0].num_groups
+
+        forward = use
+
+    report = agree(Owner(), X)
+    if apart:
+        assert report.left == {"net.1": "SiLU: not fused: Owner takes net apart"}
+    else:
+        assert report.replaced["net.0"] == "GroupNorm with SiLU, fused"
+        assert report.left == {}
 
 
 # --- what is left ---------------------------------------------------------------------------------------------

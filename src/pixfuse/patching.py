@@ -11,6 +11,7 @@ import inspect
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from types import CodeType
 from typing import Any
 
 import torch
@@ -314,10 +315,15 @@ def _patch_pairs(paths: _Paths, report: Report) -> None:
     """Fuse every GroupNorm with the SiLU that is proven to follow it."""
     for path, parent in list(paths.items()):
         prefix = "" if path == "(the model)" else f"{path}."
+        owner, _, name = path.rpartition(".")
+        apart = _taken_apart(paths.get(owner or "(the model)"), name)
         for norms, act in _followed(parent, report, path):
             act_path = prefix + act
             norm_paths = [prefix + n for n in norms]
             if any(p not in paths or p in report.replaced for p in (act_path, *norm_paths)):
+                continue
+            if apart:
+                report.left[act_path] = f"SiLU: not fused: {apart} takes {name} apart"
                 continue
             reasons = {p: _obstacle(paths[p], paths) for p in (act_path, *norm_paths)}
             wrong = {p: r for p, r in reasons.items() if r}
@@ -344,12 +350,19 @@ def _followed(parent: nn.Module, report: Report, path: str) -> Iterator[tuple[li
     kinds = {type(m) for m in parent.children()}
     if not (nn.GroupNorm in kinds and nn.SiLU in kinds):
         return
-    graph, reason = _graph(parent)
+
+    def leave(name: str, reason: str | None) -> None:
+        report.left.setdefault(name if path == "(the model)" else f"{path}.{name}", f"SiLU: not fused: {reason}")
+
+    reached = {"forward", "__init__"}
+    graph, reason = _graph(parent, reached)
     if graph is None:
         for name, child in _children(parent):
             if type(child) is nn.SiLU:
-                report.left.setdefault(name if path == "(the model)" else f"{path}.{name}", f"SiLU: {reason}")
+                leave(name, reason)
         return
+    others = [m for key, m in _methods(type(parent)) if key not in reached]
+    elsewhere = {step.argval for m in others for step in _steps(m.__code__)}
     calls: dict[str, list[torch.fx.Node]] = {}
     for node in graph.nodes:
         if node.op == "call_module":
@@ -367,7 +380,11 @@ def _followed(parent: nn.Module, report: Report, path: str) -> Iterator[tuple[li
         if not all(kind(b) is nn.GroupNorm and len(b.users) == 1 for b in before):  # type: ignore[union-attr]
             continue
         norms = [str(b.target) for b in before]  # type: ignore[union-attr]
-        if all(all(c in before for c in calls[n]) for n in norms):
+        if not all(all(c in before for c in calls[n]) for n in norms):
+            continue
+        if elsewhere & {n.partition(".")[0] for n in (*norms, called)}:
+            leave(called, "a method besides forward uses it or the norm before it")
+        else:
             yield list(dict.fromkeys(norms)), called
 
 
@@ -378,14 +395,17 @@ class _Tracer(torch.fx.Tracer):
         return True
 
 
-def _graph(parent: nn.Module) -> tuple[torch.fx.Graph | None, str | None]:
-    """The graph of a module's own forward if that is the same for every call, or why there is none."""
-    if "forward" in vars(parent) or _branches(type(parent), type(parent).forward, set()):
-        return None, "not fused: forward branches, so its graph proves nothing"
+def _graph(parent: nn.Module, reached: set[str]) -> tuple[torch.fx.Graph | None, str | None]:
+    """The graph of a module's own forward if that is the same for every call, or why there is none.
+
+    The names of the methods that forward calls are added to ``reached``.
+    """
+    if "forward" in vars(parent) or _branches(type(parent), type(parent).forward, reached):
+        return None, "forward branches, so its graph proves nothing"
     try:
         return _Tracer().trace(parent), None
     except Exception:  # whatever user code does with a proxy
-        return None, "not fused: torch.fx cannot trace forward"
+        return None, "torch.fx cannot trace forward"
 
 
 def _branches(owner: type, function: Callable[..., Any], seen: set[str]) -> bool:
@@ -394,9 +414,8 @@ def _branches(owner: type, function: Callable[..., Any], seen: set[str]) -> bool
         code = inspect.unwrap(function).__code__
     except AttributeError:
         return True
-    for step in dis.get_instructions(code):
-        if "JUMP" in step.opname or step.opname == "FOR_ITER":
-            return True
+    if any("JUMP" in step.opname or step.opname == "FOR_ITER" for step in _steps(code)):
+        return True
     for name in set(code.co_names) - seen:
         method = inspect.getattr_static(owner, name, None)
         if inspect.isfunction(method):
@@ -404,6 +423,34 @@ def _branches(owner: type, function: Callable[..., Any], seen: set[str]) -> bool
             if _branches(owner, method, seen):
                 return True
     return False
+
+
+def _taken_apart(owner: nn.Module | None, name: str) -> str | None:
+    """The class of ``owner`` if one of its methods does anything with its child ``name`` but call it."""
+    if owner is None or not name.isidentifier():
+        return None
+    for key, method in _methods(type(owner)):
+        for step in _steps(method.__code__) if key != "__init__" else ():
+            # What is called directly is loaded as a method.
+            if step.opname == "LOAD_ATTR" and step.argval == name and "NULL" not in step.argrepr:
+                return type(owner).__name__
+    return None
+
+
+def _methods(owner: type) -> Iterator[tuple[str, Any]]:
+    """The functions of a class and its bases up to ``nn.Module``, without decorators that name what they wrap."""
+    for cls in itertools.takewhile(lambda c: c is not nn.Module, owner.__mro__):
+        for key, value in vars(cls).items():
+            if inspect.isfunction(value):
+                yield key, inspect.unwrap(value)
+
+
+def _steps(code: CodeType) -> Iterator[dis.Instruction]:
+    """The instructions of a function and of those defined in it."""
+    yield from dis.get_instructions(code)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _steps(constant)
 
 
 # --- layout ---------------------------------------------------------------------------------------------------
