@@ -23,7 +23,7 @@ ALIGNMENT = 16  # bytes; what Triton asks of a pointer before it loads and store
 class Launch:
     """One kernel with its grid and every argument but the tensors.
 
-    The first call on a device goes through Triton's own launcher, which compiles; later ones go straight to the
+    The first call on a device with tensors of given dtypes goes through Triton's own launcher, which compiles; later ones go straight to the
     compiled kernel. A call with a tensor that is not 16-byte aligned always takes Triton's launcher.
     """
 
@@ -52,7 +52,7 @@ class Launch:
         self.programs = programs
         self.arguments = (*scalars, *constants)
         self.options = {"num_warps": num_warps, "num_stages": num_stages}
-        self._compiled: dict[int, Callable[..., None]] = {}
+        self._compiled: dict[tuple[Any, ...], Callable[..., None]] = {}
 
     def __call__(self, *tensors: Tensor | None) -> None:
         """Launch on ``tensors`` (the first is not None); None stands for an absent pointer."""
@@ -71,13 +71,14 @@ class Launch:
     def _launch(self, device: int, tensors: tuple[Tensor | None, ...]) -> None:
         pointers = [None if t is None else t.data_ptr() for t in tensors]
         aligned = all(p is None or p % ALIGNMENT == 0 for p in pointers)
-        compiled = self._compiled.get(device) if aligned else None
+        key = (device, *[None if t is None else t.dtype for t in tensors])
+        compiled = self._compiled.get(key) if aligned else None
         if compiled is not None:
             compiled(*pointers, *self.arguments)
             return
         kernel = self._first(tensors)
         if aligned and kernel is not None:
-            self._compiled[device] = kernel[(self.programs, 1, 1)]
+            self._compiled[key] = kernel[(self.programs, 1, 1)]
 
     def _first(self, tensors: tuple[Tensor | None, ...]) -> Any:
         return self.kernel[(self.programs, 1, 1)](*tensors, *self.arguments, **self.options)

@@ -19,12 +19,13 @@ import triton.language as tl
 from torch import Tensor
 
 from .._shared.gpu import Launch, power_of_2
-from .._shared.layout import empty, is_channels_last, to_layout
+from .._shared.layout import dense_strides, is_channels_last, to_layout
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 _UNROLLED_PRODUCTS = 1024  # multiply-adds per thread beyond which _polyphase_kernel is not unrolled
-_UNROLLED_BYTES = 480  # of window that a thread may hold in registers
+_UNROLLED_BYTES = 600  # of window that a thread may hold in registers
+_FUSED_PRODUCTS = 40  # multiply-adds per output beyond which a separable filter takes two passes
 
 
 # --- in registers ---------------------------------------------------------------------------------------------
@@ -163,7 +164,7 @@ def _polyphase_kernel(
         rows = ()
         for r in tl.static_range(ROWS):
             for p in tl.static_range(BX):
-                total = tl.zeros_like(window[0])
+                total = tl.full(window[0].shape, 0.0, tl.float32)
                 for a in tl.static_range(KX):
                     if (p * DX + a - PAD_X) % UX == 0:
                         total += weights[a] * window[r * WINDOW + (p * DX + a - PAD_X) // UX - FIRST]
@@ -180,7 +181,7 @@ def _polyphase_kernel(
         inside = alive & (i + q < out_h)
         out = ()
         for p in tl.static_range(BX):
-            total = tl.zeros_like(window[0])
+            total = tl.full(window[0].shape, 0.0, tl.float32)
             for b in tl.static_range(KY):
                 if (q * DY + b - PAD_Y) % UY == 0:
                     if SEPARABLE:
@@ -242,7 +243,7 @@ def _taps_kernel(
     j = (column * DX - pad_x + a) // UX
     i = (row * DY - pad_y + b) // UY
     x_ptr += ((plane * in_h + i) * in_w + j) * inner + channel
-    sum = tl.zeros([BLOCK], tl.float32)
+    sum = tl.full([BLOCK], 0.0, tl.float32)
     for m in range(tl.cdiv(ky, UY)):
         inside = alive & (b + m * UY < ky) & (i + m >= 0) & (i + m < in_h)
         at = b + m * UY if FLIP else ky - 1 - b - m * UY
@@ -292,7 +293,7 @@ def _filter_partial_kernel(
     tap = tl.program_id(0) % taps
     chunk = tl.program_id(0) // taps
     at = tap if FLIP else taps - 1 - tap
-    sum = tl.zeros([BLOCK], tl.float32)
+    sum = tl.full([BLOCK], 0.0, tl.float32)
     first = chunk.to(tl.int64) * CHUNK
     for start in range(0, tl.minimum(total - first, CHUNK).to(tl.int32), BLOCK):
         index = first + start + tl.arange(0, BLOCK)
@@ -311,7 +312,7 @@ def _filter_partial_kernel(
 def _filter_total_kernel(partial_ptr, df_ptr, chunks, taps, gain, BLOCK: tl.constexpr):
     # A program owns one tap and adds up its partial sums in one fixed order.
     tap = tl.program_id(0)
-    sum = tl.zeros([BLOCK], tl.float32)
+    sum = tl.full([BLOCK], 0.0, tl.float32)
     for start in range(0, chunks, BLOCK):
         chunk = start + tl.arange(0, BLOCK)
         sum += tl.load(partial_ptr + chunk.to(tl.int64) * taps + tap, chunk < chunks, 0.0)
@@ -336,22 +337,19 @@ def upfirdn2d(
     gain: float,
 ) -> Tensor:
     """``y`` ``[N, C, out_h, out_w]`` in the dtype and layout of ``x``."""
-    channels_last = is_channels_last(x)
-    x = to_layout(x, channels_last)
-    n, c, h, w = x.shape
-    y = empty(x, (n, c, out_h, out_w), channels_last)
-    shape = () if f is None else tuple(f.shape)
+    shape = None if f is None else f.shape
     axes = (up_x, up_y, down_x, down_y, pad_x, pad_y)
-    launch = _polyphase(n, c, h, w, channels_last, x.element_size(), shape, axes, out_w, out_h, flip, gain)
-    if launch is not None:
-        launch(x, _ones(x.device) if f is None else f.contiguous(), y)
-    elif f is not None and f.dim() == 2:
-        _taps(n, c, h, w, channels_last, shape, axes, out_w, out_h, flip, gain)(x, f.contiguous(), y)
-    else:  # rows, then columns; what lies between is not rounded
-        between = empty(x, (n, c, h, out_w), channels_last, torch.float32)
-        rows, columns = (up_x, 1, down_x, 1, pad_x, 0), (1, up_y, 1, down_y, 0, pad_y)
-        _taps(n, c, h, w, channels_last, (1, *shape), rows, out_w, h, flip, 1.0)(x, f, between)
-        _taps(n, c, h, out_w, channels_last, (*shape, 1), columns, out_w, out_h, flip, gain)(between, f, y)
+    plan = _plan(x.shape, x.stride(), x.dtype, shape, axes, out_w, out_h, flip, gain)
+    if not plan.dense:
+        x = to_layout(x, plan.channels_last)
+    f = _one(x.device) if f is None else f.contiguous()
+    y = torch.empty_strided(plan.shape, plan.strides, dtype=x.dtype, device=x.device)
+    if plan.columns is None:
+        plan.rows(x, f, y)
+    else:
+        between = torch.empty(plan.between, dtype=torch.float32, device=x.device)
+        plan.rows(x, f, between)
+        plan.columns(between, f, y)
     return y
 
 
@@ -382,7 +380,56 @@ def upfirdn2d_filter_backward(
     return df
 
 
+class _Plan(NamedTuple):
+    """What a call allocates and launches."""
+
+    channels_last: bool
+    dense: bool
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    rows: Launch
+    columns: Launch | None = None  # a second pass
+    between: int = 0  # the size of what lies between; float32
+
+
 @functools.lru_cache(maxsize=4096)
+def _plan(
+    size: tuple[int, ...],
+    strides: tuple[int, ...],
+    dtype: torch.dtype,
+    taps: tuple[int, ...] | None,
+    axes: tuple[int, ...],
+    out_w: int,
+    out_h: int,
+    flip: bool,
+    gain: float,
+) -> _Plan:
+    channels_last = is_channels_last(torch.empty_strided(size, strides, device="meta"))
+    n, c, h, w = size
+    shape = (n, c, out_h, out_w)
+    dense = dense_strides(size, channels_last) == strides
+    ky, kx = (1, 1) if taps is None else taps * 2 if len(taps) == 1 else taps
+    separable = taps is not None and len(taps) == 1
+    result = (channels_last, dense, shape, dense_strides(shape, channels_last))
+    image = (n, c, h, w, channels_last)
+    one = _polyphase(*image, dtype.itemsize, kx, ky, separable, axes, out_w, out_h, flip, gain)
+    if one is not None:
+        return _Plan(*result, one)
+    if not separable:
+        return _Plan(*result, _by_taps(*image, kx, ky, axes, out_w, out_h, flip, gain))
+    up_x, up_y, down_x, down_y, pad_x, pad_y = axes
+    across, down = (up_x, 1, down_x, 1, pad_x, 0), (1, up_y, 1, down_y, 0, pad_y)
+    between = (n, c, h, out_w, channels_last)
+    rows = _polyphase(*image, dtype.itemsize, kx, 1, False, across, out_w, h, flip, 1.0)
+    columns = _polyphase(*between, 4, 1, ky, False, down, out_w, out_h, flip, gain)
+    return _Plan(
+        *result,
+        rows or _by_taps(*image, kx, 1, across, out_w, h, flip, 1.0),
+        columns or _by_taps(*between, 1, ky, down, out_w, out_h, flip, gain),
+        n * c * h * out_w,
+    )
+
+
 def _polyphase(
     n: int,
     c: int,
@@ -390,7 +437,9 @@ def _polyphase(
     w: int,
     channels_last: bool,
     element_size: int,
-    shape: tuple[int, ...],
+    kx: int,
+    ky: int,
+    separable: bool,
     axes: tuple[int, ...],
     out_w: int,
     out_h: int,
@@ -399,8 +448,6 @@ def _polyphase(
 ) -> Launch | None:
     """The launch of the register kernel, or None where it would not fit into registers."""
     up_x, up_y, down_x, down_y, pad_x, pad_y = axes
-    ky, kx = {0: (1, 1), 1: shape * 2, 2: shape}[len(shape)]
-    separable = len(shape) == 1
     tile = _tile(channels_last, element_size, c, up_x, up_y, down_x, down_y, kx, ky, separable)
     if tile is None:
         return None
@@ -455,9 +502,17 @@ def _tile(
 ) -> _Tile | None:
     """The tile for one class of shapes, None if a thread would need too many registers or products."""
     unit_x, unit_y = up_x // math.gcd(up_x, down_x), up_y // math.gcd(up_y, down_y)
-    vector = math.gcd(channels, 16 // element_size) if channels_last else 1
-    wide = 2 if channels_last else 16 // element_size // max(1, down_x // up_x)
-    high = 2 if channels_last else 4
+    narrow = element_size == 2
+    if channels_last:
+        vector = math.gcd(channels, 4)
+        wide, high = (4, 2) if narrow and down_x > 1 else (2, 4 if narrow else 2)
+    else:
+        vector = 1
+        wide, high = max(16 // element_size // down_x, 1), 4
+    if kx == 1:
+        high *= 2
+    elif ky == 1:
+        wide = min(2 * wide, 8)
     while True:
         block_x, block_y = max(wide // unit_x, 1) * unit_x, max(high // unit_y, 1) * unit_y
         columns = ((block_x - 1) * down_x + kx) / up_x
@@ -466,21 +521,26 @@ def _tile(
             products = rows * block_x * kx / up_x + block_x * block_y * ky / up_y
         else:
             products = block_x * block_y * (kx / up_x) * (ky / up_y)
-        if products * vector <= _UNROLLED_PRODUCTS and rows * columns * vector * element_size <= _UNROLLED_BYTES:
-            return _Tile(block_x, block_y, vector, 32, 128)
+        fused = not separable or products <= _FUSED_PRODUCTS * block_x * block_y
+        if (
+            products * vector <= _UNROLLED_PRODUCTS
+            and rows * columns * vector * element_size <= _UNROLLED_BYTES
+            and fused
+        ):
+            return _Tile(block_x, block_y, vector, 128 if narrow and not channels_last else 32, 128)
         if wide <= 1 and high <= 1:
             return None
         wide, high = max(wide // 2, 1), max(high // 2, 1)
 
 
-@functools.lru_cache(maxsize=4096)
-def _taps(
+def _by_taps(
     n: int,
     c: int,
     h: int,
     w: int,
     channels_last: bool,
-    shape: tuple[int, ...],
+    kx: int,
+    ky: int,
     axes: tuple[int, ...],
     out_w: int,
     out_h: int,
@@ -492,7 +552,7 @@ def _taps(
     return Launch(
         _taps_kernel,
         -(-total // block),
-        (total, h, w, c if channels_last else 1, out_h, out_w, pad_y, pad_x, shape[1], shape[0], gain),
+        (total, h, w, c if channels_last else 1, out_h, out_w, pad_y, pad_x, kx, ky, gain),
         (flip, up_x, up_y, down_x, down_y, block),
     )
 
@@ -521,6 +581,6 @@ def _filter_sums(
 
 
 @functools.cache
-def _ones(device: torch.device) -> Tensor:
+def _one(device: torch.device) -> Tensor:
     """The filter of one tap that None stands for."""
-    return torch.ones(1, 1, device=device)
+    return torch.ones(1, device=device)
