@@ -41,12 +41,41 @@ LRELU = {  # shape, up, taps, output side, ms of the CUDA plugin
 }
 
 
-def fir_arguments(kind, dtype, channels_last, device, n=16, c=32):
+TILES = {  # what to try, by kind, dtype and channels_last
+    ("up2", "fp16", True): [(2, 4, 4, 64, 128), (2, 8, 4, 32, 128), (2, 4, 8, 32, 128), (4, 4, 4, 32, 128)],
+    ("down2", "fp16", False): [(4, 4, 1, 32, 128), (4, 2, 1, 128, 128)],
+    ("blur", "fp16", False): [(8, 4, 1, 64, 128), (8, 8, 1, 128, 128), (8, 6, 1, 128, 128), (8, 4, 1, 128, 256)],
+    ("blur", "fp16", True): [
+        (2, 8, 4, 32, 128),
+        (4, 4, 4, 32, 128),
+        (3, 4, 4, 32, 128),
+        (2, 4, 4, 64, 128),
+        (2, 4, 4, 16, 128),
+        (2, 6, 4, 32, 128),
+        (2, 4, 4, 64, 256),
+        (2, 4, 4, 32, 64),
+        (4, 8, 2, 32, 128),
+        (2, 4, 8, 32, 128),
+    ],
+    ("blur", "fp32", True): [
+        (2, 4, 4, 32, 128),
+        (2, 3, 4, 32, 128),
+        (2, 2, 4, 64, 128),
+        (2, 2, 4, 64, 256),
+        (4, 2, 4, 32, 128),
+    ],
+    ("down2", "fp32", False): [(2, 8, 1, 32, 128), (2, 4, 1, 64, 256)],
+    ("up2", "fp32", False): [(4, 4, 1, 128, 128)],
+}
+
+
+def fir_arguments(kind, dtype, channels_last, taps, device, n=16, c=32):
     side, up, down, pads, _ = FIR[kind]
     x = to_layout(torch.randn(n, c, side, side, device=device, dtype=dtype), channels_last)
-    out = (side * up + sum(pads) - 4) // down + 1
-    f = torch.tensor([1.0, 3, 3, 1], device=device) / 8
-    return x, f[:, None] * f, up, up, down, down, pads[0], pads[0], out, out, True, float(up * up)
+    pad = pads[0] + (taps - 4) // 2
+    out = side * up // down
+    f = torch.rand(taps, device=device)
+    return x, f[:, None] * f if taps == 4 else f, up, up, down, down, pad, pad, out, out, True, float(up * up)
 
 
 def lrelu_arguments(kind, dtype, channels_last, device):
@@ -63,24 +92,18 @@ def jobs(tune):
     """Every measurement: label, op, maker of its arguments, patches of the tuned functions, plugin's ms."""
     for kind, name, cl in itertools.product(FIR, ("fp16", "fp32"), (False, True)):
         plugin = FIR[kind][4][2 * (name == "fp32") + cl]
-        make = (fir_arguments, kind, DTYPES[name], cl)
+        make = (fir_arguments, kind, DTYPES[name], cl, 4)
         label = f"upfirdn2d {kind} {name} {'channels_last' if cl else 'contiguous'}"
         yield label, "fir", make, {}, plugin
         size = 2 if name == "fp16" else 4
-        if tune:
-            down = FIR[kind][2]
-            if cl:
-                tiles = [(x, y, 16 // size // v, 32, t) for x, y, v, t in
-                         [(2, 2, 1, 128), (2, 2, 2, 128), (4, 2, 2, 128), (2, 4, 2, 128), (1, 2, 1, 128), (1, 4, 1, 128),
-                          (2, 2, 2, 256), (4, 4, 4, 128), (1, 4, 2, 128)] if FIR[kind][1] == 1 or (x > 1)]
-            else:
-                wide = 16 // size
-                tiles = [(x, y, 1, tx, t) for x, y, tx, t in
-                         [(wide, 2, 32, 128), (wide, 4, 32, 128), (wide, 8, 32, 128), (wide // 2, 4, 32, 128), (wide, 4, 128, 128),
-                          (wide // 2, 8, 32, 128), (wide, 4, 32, 256), (wide // 2, 2, 32, 128), (wide // 2, 4, 64, 256)]
-                         if x >= FIR[kind][1] and x * down <= 8]
-            for tile in dict.fromkeys(tiles):
-                yield f"{label} {tile}", "fir", make, {"_tile": tile}, plugin
+        for tile in TILES.get((kind, name, cl), ()) if tune else ():
+            yield f"{label} {tile}", "fir", make, {"_tile": tile}, plugin
+    for kind, k in (("up2", 12), ("down2", 12), ("blur", 12), ("blur", 32)):
+        for cl in (False, True):
+            make = (fir_arguments, kind, torch.float16, cl, k)
+            yield f"upfirdn2d {kind} {k} taps fp16 {'channels_last' if cl else 'contiguous'}", "fir", make, {}, None
+            if tune and k == 12:
+                yield make[1] + f" {k} taps fused {cl}", "fir", make, {"fused": 1000}, None
     for kind, name, cl in itertools.product(LRELU, ("fp16", "fp32"), (False, True)):
         if name == "fp32" and (cl or kind != "276"):
             continue
@@ -89,9 +112,12 @@ def jobs(tune):
         yield label, "lrelu", make, {}, LRELU[kind][4]
         if name == "fp16":
             yield f"{label} backward", "lrelu_backward", make, {}, None
+        if tune and name == "fp16":
+            for block, threads in ((4, 32), (8, 32), (8, 64)) if not cl else ((4, 32), (8, 64)):
+                yield f"{label} {block} {threads}", "lrelu", make, {"block": block, "threads": threads}, None
         if tune and name == "fp16" and not cl:
-            for block, threads, busy in itertools.product((4, 8), (128,), (256, 768, 1536)):
-                yield f"{label} {block} {threads} {busy}", "lrelu", make, {"block": block, "threads": threads, "busy": 132 * busy}, None
+            for segments in (1, 2, 3, 4, 6):
+                yield f"{label} {segments} segments", "lrelu", make, {"segments": segments}, None
 
 
 class patched:
@@ -104,10 +130,14 @@ class patched:
         if "block" in patches:
             self.patches.append(mock.patch.object(lrelu, "_block", lambda *a: patches["block"]))
             self.patches.append(mock.patch.object(lrelu, "_THREADS", patches["threads"]))
-            self.patches.append(mock.patch.object(lrelu, "_BUSY", patches["busy"]))
+        if "segments" in patches:
+            self.patches.append(mock.patch.object(lrelu, "_segments", lambda *a: patches["segments"]))
+        if "fused" in patches:
+            self.patches.append(mock.patch.object(fir, "_FUSED_PRODUCTS", patches["fused"]))
+            self.patches.append(mock.patch.object(fir, "_UNROLLED_PRODUCTS", 2000))
 
     def __enter__(self):
-        fir._polyphase.cache_clear()
+        fir._plan.cache_clear()
         lrelu._plan.cache_clear()
         for patch in self.patches:
             patch.start()
@@ -154,6 +184,10 @@ def milliseconds(call, repeats=15):
     return statistics.median(events[2 * i].elapsed_time(events[2 * i + 1]) for i in range(repeats))
 
 
+def precompile_any(job):
+    return precompile_check(job) if isinstance(job, int) else precompile(job)
+
+
 def check(op, reference, *args):
     wide = [a.double() if isinstance(a, torch.Tensor) else a for a in args]
     exact, model, got = reference(*wide), reference(*args), op(*args)
@@ -162,39 +196,92 @@ def check(op, reference, *args):
     return bool(error <= allowed) and got.stride() == model.stride(), float(error), float(allowed)
 
 
-def check_all():
-    torch.backends.cudnn.allow_tf32 = False
-    failures = []
+def checks(device):
+    """Name, op, reference and arguments of every comparison."""
     for (name, dtype), cl, flip in itertools.product(DTYPES.items(), (False, True), (True, False)):
-        for shape, taps, axes in [((2, 8, 37, 64), (4, 4), (2, 2, 1, 1, 2, 2)), ((3, 8, 33, 40), (4, 4), (1, 1, 2, 2, 1, 1)),
-                                  ((2, 3, 31, 47), (4, 4), (1, 1, 1, 1, 2, 1)), ((1, 6, 20, 24), (12,), (2, 2, 1, 1, 6, 5)),
-                                  ((1, 6, 20, 24), (3, 5), (2, 1, 1, 3, 3, -1)), ((1, 2, 40, 50), (33,), (1, 1, 2, 2, 16, 16)),
-                                  ((2, 3, 9, 7), (13, 17), (2, 2, 3, 1, 9, 7)), ((2, 3, 9, 7), (), (3, 2, 2, 1, 1, 0))]:
-            x = to_layout(torch.randn(shape, device="cuda").to(dtype), cl)
-            f = torch.randn(taps, device="cuda") if taps else None
+        for shape, taps, axes in [
+            ((2, 8, 37, 64), (4, 4), (2, 2, 1, 1, 2, 2)),
+            ((3, 8, 33, 40), (4, 4), (1, 1, 2, 2, 1, 1)),
+            ((2, 3, 31, 47), (4, 4), (1, 1, 1, 1, 2, 1)),
+            ((1, 8, 20, 24), (12,), (2, 2, 1, 1, 6, 5)),
+            ((1, 6, 20, 24), (3, 5), (2, 1, 1, 3, 3, -1)),
+            ((1, 2, 40, 50), (33,), (1, 1, 2, 2, 16, 16)),
+            ((2, 3, 9, 7), (13, 17), (2, 2, 3, 1, 9, 7)),
+            ((2, 3, 9, 7), (), (3, 2, 2, 1, 1, 0)),
+        ]:
+            x = to_layout(torch.randn(shape, device=device).to(dtype), cl)
+            f = torch.randn(taps, device=device) if taps else None
             kx, ky = (1, 1) if f is None else (taps[-1], taps[0])
-            out = ((shape[3] * axes[0] + axes[4] + 1 - kx) // axes[2] + 1, (shape[2] * axes[1] + axes[5] + 1 - ky) // axes[3] + 1)
-            ok, *errors = check(fir.upfirdn2d, fir_reference.upfirdn2d, x, f, *axes, *out, flip, 1.5)
-            if not ok:
-                failures.append(("upfirdn2d", name, cl, flip, shape, taps, *errors))
-            if f is not None and f.dim() == 2:
-                dy = to_layout(torch.randn(*shape[:2], *out[::-1], device="cuda").to(dtype), cl)
+            out = (
+                (shape[3] * axes[0] + axes[4] + 1 - kx) // axes[2] + 1,
+                (shape[2] * axes[1] + axes[5] + 1 - ky) // axes[3] + 1,
+            )
+            label = (name, cl, flip, shape, taps)
+            yield ("upfirdn2d", *label), fir.upfirdn2d, fir_reference.upfirdn2d, (x, f, *axes, *out, flip, 1.5)
+            if f is not None and f.dim() == 2 and flip:
+                dy = to_layout(torch.randn(*shape[:2], *out[::-1], device=device).to(dtype), cl)
                 args = (x, dy, kx, ky, *axes, flip, 1.5)
-                ok, *errors = check(fir.upfirdn2d_filter_backward, fir_reference.upfirdn2d_filter_backward, *args)
-                if not ok:
-                    failures.append(("filter_backward", name, cl, flip, shape, taps, *errors))
+                yield ("df", *label), fir.upfirdn2d_filter_backward, fir_reference.upfirdn2d_filter_backward, args
     for (name, dtype), cl in itertools.product(DTYPES.items(), (False, True)):
         for up, down, ku, kd, pad in [(2, 2, 12, 12, 11), (4, 2, 24, 12, 22)]:
-            x = to_layout(torch.randn(2, 4, 40, 36, device="cuda").to(dtype), cl)
-            fu, fd, b = torch.rand(ku, device="cuda") / ku, torch.rand(kd, device="cuda") / kd, torch.randn(4, device="cuda")
+            x = to_layout(torch.randn(2, 4, 40, 36, device=device).to(dtype), cl)
+            fu, fd, b = (
+                torch.rand(ku, device=device) / ku,
+                torch.rand(kd, device=device) / kd,
+                torch.randn(4, device=device),
+            )
             w, h = (36 * up + 2 * pad - ku - kd + 2) // down, (40 * up + 2 * pad - ku - kd + 2) // down
             args = (x, fu, fd, b, up, down, pad, pad, w, h, False, 1.4142, 0.2, 1.0)
-            v, dy = torch.randn_like(x), to_layout(torch.randn(2, 4, h, w, device="cuda").to(dtype), cl)
-            for op, given in (("filtered_lrelu", args), ("filtered_lrelu_tangent", (v, *args)), ("filtered_lrelu_backward", (dy, *args))):
-                ok, *errors = check(getattr(lrelu, op), getattr(lrelu_reference, op), *given)
-                if not ok:
-                    failures.append((op, name, cl, up, *errors))
+            v, dy = torch.randn_like(x), to_layout(torch.randn(2, 4, h, w, device=device).to(dtype), cl)
+            for op, given in (
+                ("filtered_lrelu", args),
+                ("filtered_lrelu_tangent", (v, *args)),
+                ("filtered_lrelu_backward", (dy, *args)),
+            ):
+                if up == 2 or op == "filtered_lrelu" or (name == "fp16" and not cl):
+                    yield (op, name, cl, up), getattr(lrelu, op), getattr(lrelu_reference, op), given
+
+
+def precompile_check(index):
+    _, op, _, args = next(itertools.islice(checks("meta"), index, None))
+    start = time.time()
+    try:
+        for launch, tensors in launches(op, *args):
+            compile_for("sm_90", launch, tensors)
+    except Exception as error:
+        return f"check {index}", time.time() - start, repr(error)[:300]
+    return f"check {index}", time.time() - start, ""
+
+
+def check_all(deadline):
+    torch.backends.cudnn.allow_tf32 = False
+    failures, done = [], 0
+    fir._plan.cache_clear()
+    lrelu._plan.cache_clear()
+    for label, op, reference, args in checks("cuda"):
+        if time.time() > deadline:
+            print(f"only {done} checks done")
+            break
+        ok, *errors = check(op, reference, *args)
+        done += 1
+        if not ok:
+            failures.append((*label, *errors))
     return failures
+
+
+def large_ones():
+    """More than 2^31 elements, and more planes than a grid axis takes: the last image is right."""
+    f = torch.rand(4, 4, device="cuda")
+    for shape, cl in (((17, 256, 512, 512), False), ((20, 256, 512, 512), True), ((600000, 1, 4, 4), False)):
+        x = torch.empty(
+            shape, device="cuda", dtype=torch.bfloat16, memory_format=[torch.contiguous_format, torch.channels_last][cl]
+        )
+        x.normal_()
+        args = (f, 2, 2, 1, 1, 2, 2, 2 * shape[3], 2 * shape[2], True, 4.0)
+        y = fir.upfirdn2d(x, *args)
+        right = torch.equal(y[-1:], fir.upfirdn2d(x[-1:], *args)) and torch.equal(y[:1], fir.upfirdn2d(x[:1], *args))
+        print("large", shape, "channels_last" if cl else "contiguous", "right" if right else "WRONG")
+        del x, y
 
 
 def main():
@@ -213,19 +300,22 @@ def main():
                 kernels.setdefault((launch.kernel.__name__, launch.arguments[-23:], job[2][2]), job)
     slow_first = sorted(kernels.values(), key=lambda job: ("backward" not in job[1], "lrelu" not in job[1]))
     with multiprocessing.get_context("fork").Pool(os.cpu_count()) as pool:
-        compiled = pool.map_async(precompile, slow_first, chunksize=1)
-        deadline = 110
+        compiled = pool.map_async(precompile_any, [*slow_first, *range(sum(1 for _ in checks("meta")))], chunksize=1)
+        deadline = 60
         while not compiled.ready() and time.time() - start < deadline:
             time.sleep(0.5)
         compiled = compiled.get() if compiled.ready() else []
         pool.terminate()
     bad = {label for label, _, error in compiled if error}
-    print(f"compiled {len(compiled)} in {time.time() - start:.0f} s, slowest", sorted((round(t), l) for l, t, _ in compiled)[-3:])
+    print(
+        f"compiled {len(compiled)} in {time.time() - start:.0f} s, slowest",
+        sorted((round(t), l) for l, t, _ in compiled)[-3:],
+    )
     for label, _, error in compiled:
         if error:
             print("NO COMPILE", label, error)
     card = torch.cuda.get_device_name()
-    failures = check_all()
+    failures = check_all(start + 75)
     print(f"{card}, torch {torch.__version__}; {len(failures)} failures after {time.time() - start:.0f} s")
     for failure in failures[:20]:
         print("FAIL", *failure)
@@ -252,12 +342,21 @@ def main():
         traffic = args[0].nbytes + y.nbytes + (args[1].nbytes if op == "lrelu_backward" else 0)
         rate = traffic / ms / 1e9
         record["rows"].append({"label": label, "ms": ms, "tbs": rate, "plugin_ms": plugin, "first_s": first})
-        print(f"{label:64s} {ms:7.3f} ms {rate:5.2f} TB/s {100 * rate / copy:3.0f}%{f'  plugin {plugin} ms, x{plugin / ms:.1f}' if plugin else ''}{f'  first {first:.1f} s' if first > 1 else ''}", flush=True)
+        print(
+            f"{label:64s} {ms:7.3f} ms {rate:5.2f} TB/s {100 * rate / copy:3.0f}%{f'  plugin {plugin} ms, x{plugin / ms:.1f}' if plugin else ''}{f'  first {first:.1f} s' if first > 1 else ''}",
+            flush=True,
+        )
         del args, y
         Path(options.out, "gpu_fir.json").write_text(json.dumps(record, indent=1))
+    large_ones()
     x = torch.randn(1, 8, 8, 8, device="cuda")
     f = torch.ones(4, 4, device="cuda")
+    f1 = torch.ones(12, device="cuda")
     for name, call in {
+        "filtered_lrelu gpu.py": lambda: lrelu.filtered_lrelu(
+            x, f1, f1, None, 2, 2, 11, 11, 8, 8, True, 1.4, 0.2, 256.0
+        ),
+        "upfirdn2d torch.ops": lambda: torch.ops.pixfuse.upfirdn2d(x, f, 2, 2, 1, 1, 2, 2, 16, 16, True, 1.0),
         "upfirdn2d gpu.py": lambda: fir.upfirdn2d(x, f, 2, 2, 1, 1, 2, 2, 16, 16, True, 1.0),
     }.items():
         call()

@@ -503,12 +503,17 @@ def _tile(
     """The tile for one class of shapes, None if a thread would need too many registers or products."""
     unit_x, unit_y = up_x // math.gcd(up_x, down_x), up_y // math.gcd(up_y, down_y)
     narrow = element_size == 2
+    # The fastest on an H200 for 4x4 taps, of those in docs/measurements/h200-fir.md.
     if channels_last:
         vector = math.gcd(channels, 4)
-        wide, high = (4, 2) if narrow and down_x > 1 else (2, 4 if narrow else 2)
+        wide, high = (2, 2) if not narrow else (4, 2) if down_x > 1 else (2, 8)
     else:
         vector = 1
         wide, high = max(16 // element_size // down_x, 1), 4
+        if down_x > 1 and not narrow:
+            high = 8
+        elif up_x == down_x and narrow:
+            high = 6
     if kx == 1:
         high *= 2
     elif ky == 1:
