@@ -95,7 +95,6 @@ def jobs(tune):
         make = (fir_arguments, kind, DTYPES[name], cl, 4)
         label = f"upfirdn2d {kind} {name} {'channels_last' if cl else 'contiguous'}"
         yield label, "fir", make, {}, plugin
-        size = 2 if name == "fp16" else 4
         for tile in TILES.get((kind, name, cl), ()) if tune else ():
             yield f"{label} {tile}", "fir", make, {"_tile": tile}, plugin
     for kind, k in (("up2", 12), ("down2", 12), ("blur", 12), ("blur", 32)):
@@ -126,12 +125,12 @@ class patched:
     def __init__(self, patches):
         self.patches = []
         if "_tile" in patches:
-            self.patches.append(mock.patch.object(fir, "_tile", lambda *a: fir._Tile(*patches["_tile"])))
+            self.patches.append(mock.patch.object(fir, "_tile", return_value=fir._Tile(*patches["_tile"])))
         if "block" in patches:
-            self.patches.append(mock.patch.object(lrelu, "_block", lambda *a: patches["block"]))
+            self.patches.append(mock.patch.object(lrelu, "_block", return_value=patches["block"]))
             self.patches.append(mock.patch.object(lrelu, "_THREADS", patches["threads"]))
         if "segments" in patches:
-            self.patches.append(mock.patch.object(lrelu, "_segments", lambda *a: patches["segments"]))
+            self.patches.append(mock.patch.object(lrelu, "_segments", return_value=patches["segments"]))
         if "fused" in patches:
             self.patches.append(mock.patch.object(fir, "_FUSED_PRODUCTS", patches["fused"]))
             self.patches.append(mock.patch.object(fir, "_UNROLLED_PRODUCTS", 2000))
@@ -172,13 +171,13 @@ def precompile(job):
         return label, time.time() - start, repr(error)[:300]
 
 
-def milliseconds(call, repeats=15):
+def milliseconds(call, *args, repeats=15):
     for _ in range(2):
-        call()
+        call(*args)
     events = [torch.cuda.Event(enable_timing=True) for _ in range(2 * repeats)]
     for i in range(repeats):
         events[2 * i].record()
-        call()
+        call(*args)
         events[2 * i + 1].record()
     torch.cuda.synchronize()
     return statistics.median(events[2 * i].elapsed_time(events[2 * i + 1]) for i in range(repeats))
@@ -255,15 +254,14 @@ def precompile_check(index):
 
 def check_all(deadline):
     torch.backends.cudnn.allow_tf32 = False
-    failures, done = [], 0
+    failures = []
     fir._plan.cache_clear()
     lrelu._plan.cache_clear()
-    for label, op, reference, args in checks("cuda"):
+    for done, (label, op, reference, args) in enumerate(checks("cuda")):
         if time.time() > deadline:
             print(f"only {done} checks done")
             break
         ok, *errors = check(op, reference, *args)
-        done += 1
         if not ok:
             failures.append((*label, *errors))
     return failures
@@ -281,7 +279,6 @@ def large_ones():
         y = fir.upfirdn2d(x, *args)
         right = torch.equal(y[-1:], fir.upfirdn2d(x[-1:], *args)) and torch.equal(y[:1], fir.upfirdn2d(x[:1], *args))
         print("large", shape, "channels_last" if cl else "contiguous", "right" if right else "WRONG")
-        del x, y
 
 
 def main():
@@ -321,8 +318,7 @@ def main():
         print("FAIL", *failure)
     a = torch.empty(2**30, dtype=torch.float32, device="cuda").normal_()
     b = torch.empty_like(a)
-    copy = 2 * a.nbytes / milliseconds(lambda: b.copy_(a)) / 1e9
-    del a, b
+    copy = 2 * a.nbytes / milliseconds(b.copy_, a) / 1e9
     print(f"copy {copy:.2f} TB/s")
     record = {"card": card, "torch": torch.__version__, "copy": copy, "failures": failures, "rows": []}
     for label, op, make, patches, plugin in work:
@@ -335,18 +331,16 @@ def main():
                 y = function(*args)
                 torch.cuda.synchronize()
                 first = time.time() - first
-                ms = milliseconds(lambda: function(*args))
+                ms = milliseconds(function, *args)
         except Exception as error:
             print("ERROR", label, repr(error)[:200])
             continue
         traffic = args[0].nbytes + y.nbytes + (args[1].nbytes if op == "lrelu_backward" else 0)
         rate = traffic / ms / 1e9
         record["rows"].append({"label": label, "ms": ms, "tbs": rate, "plugin_ms": plugin, "first_s": first})
-        print(
-            f"{label:64s} {ms:7.3f} ms {rate:5.2f} TB/s {100 * rate / copy:3.0f}%{f'  plugin {plugin} ms, x{plugin / ms:.1f}' if plugin else ''}{f'  first {first:.1f} s' if first > 1 else ''}",
-            flush=True,
-        )
-        del args, y
+        beside = f"  plugin {plugin} ms, x{plugin / ms:.1f}" if plugin else ""
+        slow = f"  first {first:.1f} s" if first > 1 else ""
+        print(f"{label:64s} {ms:7.3f} ms {rate:5.2f} TB/s {100 * rate / copy:3.0f}%{beside}{slow}", flush=True)
         Path(options.out, "gpu_fir.json").write_text(json.dumps(record, indent=1))
     large_ones()
     x = torch.randn(1, 8, 8, 8, device="cuda")

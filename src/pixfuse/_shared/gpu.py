@@ -23,8 +23,8 @@ ALIGNMENT = 16  # bytes; what Triton asks of a pointer before it loads and store
 class Launch:
     """One kernel with its grid and every argument but the tensors.
 
-    The first call on a device with tensors of given dtypes goes through Triton's own launcher, which compiles; later ones go straight to the
-    compiled kernel. A call with a tensor that is not 16-byte aligned always takes Triton's launcher.
+    The first call on a device and for dtypes goes through Triton's own launcher, which compiles; later ones go
+    straight to the compiled kernel. A call with a tensor that is not 16-byte aligned always takes Triton's launcher.
     """
 
     __slots__ = ("_compiled", "arguments", "kernel", "options", "programs")
