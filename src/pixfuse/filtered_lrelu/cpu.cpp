@@ -12,6 +12,7 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <memory>
 #include <numeric>
 
 #include "cpu.h"
@@ -60,6 +61,36 @@ PIXFUSE_CLONES void fir(A* to_, int64_t to_step, const A* const* from, int64_t f
       sum += (taps[k] - vec<A>{}) * reinterpret_cast<const vec<A>*>(from[k])[i * from_step];
     }
     to[i * to_step] = sum;
+  }
+}
+
+// Two results from the same rows: to0 and to1 as fir would give them, with every load used twice.
+template <class A>
+PIXFUSE_CLONES void fir_pair(A* to0_, A* to1_, const A* const* from, const A* taps0, const A* taps1, int64_t n,
+                             int64_t count) {
+  constexpr int64_t kBlock = 3;
+  auto* to0 = reinterpret_cast<vec<A>*>(to0_);
+  auto* to1 = reinterpret_cast<vec<A>*>(to1_);
+  int64_t i = 0;
+  for (; i + kBlock <= count; i += kBlock) {
+    vec<A> s0{}, s1{}, s2{}, r0{}, r1{}, r2{};
+    for (int64_t k = 0; k < n; ++k) {
+      const auto* x = reinterpret_cast<const vec<A>*>(from[k]) + i;
+      const vec<A> x0 = x[0], x1 = x[1], x2 = x[2], tap0 = taps0[k] - vec<A>{}, tap1 = taps1[k] - vec<A>{};
+      s0 += tap0 * x0, s1 += tap0 * x1, s2 += tap0 * x2;
+      r0 += tap1 * x0, r1 += tap1 * x1, r2 += tap1 * x2;
+    }
+    to0[i] = s0, to0[i + 1] = s1, to0[i + 2] = s2;
+    to1[i] = r0, to1[i + 1] = r1, to1[i + 2] = r2;
+  }
+  for (; i < count; ++i) {
+    vec<A> s{}, r{};
+    for (int64_t k = 0; k < n; ++k) {
+      const vec<A> x = reinterpret_cast<const vec<A>*>(from[k])[i];
+      s += (taps0[k] - vec<A>{}) * x;
+      r += (taps1[k] - vec<A>{}) * x;
+    }
+    to0[i] = s, to1[i] = r;
   }
 }
 
@@ -271,9 +302,8 @@ template <class A>
 class Scratch {
  public:
   void reserve(int64_t vectors) {
-    memory_.resize((vectors + 1) * kVectorBytes);
-    start_ =
-        memory_.data() + (kVectorBytes - reinterpret_cast<uintptr_t>(memory_.data()) % kVectorBytes) % kVectorBytes;
+    memory_.reset(new unsigned char[(vectors + 1) * kVectorBytes]);
+    start_ = memory_.get() + (kVectorBytes - reinterpret_cast<uintptr_t>(memory_.get()) % kVectorBytes) % kVectorBytes;
   }
   void reset() { used_ = 0; }
   A* take(int64_t vectors) {
@@ -283,7 +313,7 @@ class Scratch {
   }
 
  private:
-  std::vector<unsigned char> memory_;
+  std::unique_ptr<unsigned char[]> memory_;
   unsigned char* start_ = nullptr;
   int64_t used_ = 0;
 };
@@ -322,16 +352,24 @@ class UpStage {
     offset_y_ = modulo(up_.pad_y - my[0], up_.up);
     offset_x_ = modulo(up_.pad_x - mx[0], up_.up);
     next_ = 0;
+    ready_ = -1;
   }
 
-  // The upsampled row i of the tile. Rows are asked for in rising order.
-  void row(int64_t i, A* to) {
+  // The upsampled row i of the tile, in `to`, and maybe row i + 1 in `next`, where its turn finds it. Rows are asked
+  // for in rising order.
+  void row(int64_t i, A* to, A* next) {
+    if (i == ready_) return;
     const int64_t phase = modulo(offset_y_ - i, up_.up), first = ceil_div(i - offset_y_, up_.up);
     const int64_t rows = up_.rows(phase);
     for (next_ = std::max(next_, first); next_ < first + rows; ++next_) read(next_);
     if (up_.f.separable) {
       for (int64_t k = 0; k < rows; ++k) pointers_[k] = ring_row(first + k);
-      fir(to, 1, pointers_.data(), 1, up_.y[phase].data(), rows, width_);
+      if (phase > 0 && up_.rows(phase - 1) == rows) {  // the next row sees the same source rows, one phase on
+        fir_pair(to, next, pointers_.data(), up_.y[phase].data(), up_.y[phase - 1].data(), rows, width_);
+        ready_ = i + 1;
+      } else {
+        fir(to, 1, pointers_.data(), 1, up_.y[phase].data(), rows, width_);
+      }
       return;
     }
     each_phase([&](int64_t phase_x, int64_t start, int64_t source, int64_t count) {
@@ -412,7 +450,7 @@ class UpStage {
   const Up<A>& up_;
   const Lanes<A>* lanes_ = nullptr;
   std::vector<const A*> pointers_;
-  int64_t width_ = 0, source_ = 0, ring_width_ = 0, rows_ = 0, next_ = 0, offset_x_ = 0, offset_y_ = 0;
+  int64_t width_ = 0, source_ = 0, ring_width_ = 0, rows_ = 0, next_ = 0, ready_ = -1, offset_x_ = 0, offset_y_ = 0;
   int64_t row_[L] = {}, column_[L] = {};
   A block_bias_[L] = {};
   A *ring_ = nullptr, *pixels_ = nullptr, *planes_ = nullptr;
@@ -430,26 +468,28 @@ class DownStage {
   int64_t upsampled(int64_t width, int64_t taps) const { return (width - 1) * down_ + taps; }
   int64_t need(int64_t width) const {
     const int64_t wide = upsampled(width, f_.w), padded = round_up(width, L);
-    return (f_.separable ? wide + f_.h * width : f_.h * wide) + 2 * padded;
+    return (f_.separable ? 2 * wide + f_.h * width : (f_.h + 1) * wide) + 2 * padded;
   }
 
   void begin(Scratch<A>& scratch, int64_t width) {
     width_ = width;
     wide_ = upsampled(width, f_.w);
-    if (f_.separable) row_ = scratch.take(wide_);
+    // One upsampled row more than the taps meet, since rows may come in pairs.
+    rows_ = f_.separable ? f_.h : f_.h + 1;
     ring_width_ = f_.separable ? width : wide_;
-    ring_ = scratch.take(f_.h * ring_width_);
+    ring_ = scratch.take(rows_ * ring_width_);
+    if (f_.separable) pair_ = scratch.take(2 * wide_);
     result_ = scratch.take(round_up(width, L));
     planes_ = scratch.take(round_up(width, L));
   }
 
   // Where upsampled row i is to be written.
-  A* row(int64_t i) { return f_.separable ? row_ : ring_row(i); }
+  A* row(int64_t i) { return f_.separable ? pair_ + i % 2 * wide_ * L : ring_row(i); }
 
   // Upsampled row i is there.
   void push(int64_t i) {
     if (!f_.separable) return;
-    for (int64_t b = 0; b < f_.w; ++b) pointers_[b] = row_ + b * L;
+    for (int64_t b = 0; b < f_.w; ++b) pointers_[b] = row(i) + b * L;
     fir(ring_row(i), 1, pointers_.data(), down_, f_.x.data(), f_.w, width_);
   }
 
@@ -481,13 +521,13 @@ class DownStage {
   }
 
  private:
-  A* ring_row(int64_t i) { return ring_ + i % f_.h * ring_width_ * L; }
+  A* ring_row(int64_t i) { return ring_ + i % rows_ * ring_width_ * L; }
 
   const Filter<A>& f_;
   int64_t down_;
   std::vector<const A*> pointers_;
-  int64_t width_ = 0, wide_ = 0, ring_width_ = 0;
-  A *row_ = nullptr, *ring_ = nullptr, *result_ = nullptr, *planes_ = nullptr;
+  int64_t width_ = 0, wide_ = 0, ring_width_ = 0, rows_ = 0;
+  A *pair_ = nullptr, *ring_ = nullptr, *result_ = nullptr, *planes_ = nullptr;
 };
 
 // --- the pipeline ----------------------------------------------------------------------------------------------
@@ -528,7 +568,7 @@ void run(const Problem<T>& p) {
     const DownStage<T> down(p.f, p.down);
     const int64_t wide = down.upsampled(width, p.f.w);
     return down.need(width) + UpStage<T>::need(p.main, wide) +
-           (p.factor ? UpStage<T>::need(*p.factor, wide) + wide : 0);
+           (p.factor ? UpStage<T>::need(*p.factor, wide) + 2 * wide : 0);
   };
   int64_t width = balanced(y.w, std::max<int64_t>(kUpsampledWidth / p.down, 8));
   while (width > unit && need(width) * kVectorBytes > kScratchBytes) width = round_up(width / 2, unit);
@@ -573,15 +613,16 @@ void run(const Problem<T>& p) {
       A* at = nullptr;
       if (p.x) {
         factor.begin(scratch, lanes, my, mx, wide);
-        at = scratch.take(wide);
+        at = scratch.take(2 * wide);
       }
       for (int64_t i = 0; i < high; ++i) {
         if (i % p.down >= p.f.h) continue;  // no tap meets this row
         A* row = down.row(i);
-        main.row(i, row);
+        main.row(i, row, down.row(i + 1));
         if (p.x) {
-          factor.row(i, at);
-          factor_row(row, at, wide * L, p.act);
+          A* v = at + i % 2 * wide * L;
+          factor.row(i, v, at + (i + 1) % 2 * wide * L);
+          factor_row(row, v, wide * L, p.act);
         } else {
           activate_row(row, wide * L, p.act);
         }
