@@ -281,8 +281,26 @@ def test_grid_sample() -> None:
     assert torch.autograd.gradcheck(grid_sample, (x, grid))
     assert torch.autograd.gradgradcheck(grid_sample, (x, grid))
     first = torch.autograd.grad(grid_sample(x, grid).square().sum(), [x, grid], create_graph=True)
-    second = torch.autograd.grad(first[0].square().sum() + first[1].square().sum(), [x, grid])
+    plain = torch.autograd.grad(grid_sample(x, grid).square().sum(), [x, grid])
+    for a, b in zip(first, plain, strict=True):  # in differentiable steps, and PyTorch's own
+        torch.testing.assert_close(a, b)
+    total = first[0].square().sum() + first[1].square().sum()
+    second = torch.autograd.grad(total, [x, grid], create_graph=True)
     assert all(bool(g.any()) for g in second)
+    assert all(bool(g.any()) for g in torch.autograd.grad(second[0].square().sum() + second[1].sum(), [x, grid]))
+    for only in (0, 1):
+        tensors = [t.detach().requires_grad_(i == only) for i, t in enumerate((x, grid))]
+        (g,) = torch.autograd.grad(grid_sample(*tensors).square().sum(), [tensors[only]], create_graph=True)
+        torch.testing.assert_close(g, plain[only])
+        grid_sample(*tensors).square().sum().backward()
+        torch.testing.assert_close(tensors[only].grad, plain[only])
+    half = grid_sample(x.half(), grid.half())
+    (g,) = torch.autograd.grad(half.float().sum(), [x], create_graph=True)
+    assert g.dtype == torch.float64
+    torch.testing.assert_close(
+        torch.func.grad(lambda t: grid_sample(t, grid).sum())(x),
+        torch.func.grad(lambda t: F.grid_sample(t, grid, align_corners=False).sum())(x),
+    )
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert grid_sample(x.float(), grid.double()).dtype == torch.float64
     for wrong, error, match in (

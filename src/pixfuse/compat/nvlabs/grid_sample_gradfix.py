@@ -1,16 +1,20 @@
 """``torch_utils.ops.grid_sample_gradfix``: bilinear sampling that can be differentiated twice, by both arguments.
 
-What pixfuse does better on purpose: nothing of the second order is lost, that through ``grid`` neither. ``enabled``
-may be set as before; nothing depends on it.
+What pixfuse does better on purpose: nothing of the second order is lost, that through ``grid`` neither, on every
+PyTorch (that of 2.11 has no second order at all). ``enabled`` may be set as before; nothing depends on it. Inside
+``torch.compile`` and ``torch.func`` it is PyTorch's own.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ..._shared import checks
+from ..._shared.layout import compute_dtype
 
 __all__ = ["enabled", "grid_sample"]
 
@@ -37,4 +41,59 @@ def grid_sample(input: Tensor, grid: Tensor) -> Tensor:
         input, grid = input.to(dtype), grid.to(dtype)
     if grid.dtype != input.dtype:
         checks.refuse(op, "grid", f"have the dtype of input ({checks.dtype_name(input.dtype)})", grid)
-    return F.grid_sample(input, grid, mode="bilinear", padding_mode="zeros", align_corners=False)
+    if (
+        torch.compiler.is_compiling()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch.autograd.forward_ad._current_level >= 0
+        or not (torch.is_grad_enabled() and (input.requires_grad or grid.requires_grad))
+    ):
+        return _sample(input, grid)
+    return _GridSample.apply(input, grid)
+
+
+def _sample(x: Tensor, grid: Tensor) -> Tensor:
+    return F.grid_sample(x, grid, mode="bilinear", padding_mode="zeros", align_corners=False)
+
+
+class _GridSample(torch.autograd.Function):
+    """PyTorch's value and first derivative; where that is differentiated again, the same in differentiable steps."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, grid: Tensor) -> Tensor:
+        ctx.save_for_backward(x, grid)
+        return _sample(x, grid)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, grid = ctx.saved_tensors
+        needed = list(ctx.needs_input_grad)
+        if torch.is_grad_enabled():
+            return _derivatives(dy, x, grid, *needed)
+        if not needed[1]:
+            return torch.ops.aten.grid_sampler_2d_backward(dy, x, grid, 0, 0, False, [True, False])[0], None
+        dx, dgrid = torch.ops.aten.grid_sampler_2d_backward(dy, x, grid, 0, 0, False, [needed[0], True])
+        return dx if needed[0] else None, dgrid
+
+
+def _derivatives(dy: Tensor, x: Tensor, grid: Tensor, need_dx: bool, need_dgrid: bool) -> tuple[Tensor | None, ...]:
+    """``dx`` and ``dgrid`` of ``y = sum of the four pixels around (i, j), each times its two distances``."""
+    (n, c, h, w), dtype = x.shape, compute_dtype(x)
+    j = ((grid[..., 0].to(dtype) + 1) * w - 1).flatten(1) / 2  # [N, H' * W']
+    i = ((grid[..., 1].to(dtype) + 1) * h - 1).flatten(1) / 2
+    j0, i0 = (t.detach().floor().nan_to_num(-2).clamp(-2, max(h, w) + 1) for t in (j, i))
+    right, below = (j - j0)[:, None], (i - i0)[:, None]
+    dy, pixels = dy.to(dtype).flatten(2), x.to(dtype).flatten(2)  # [N, C, ...]
+    dx = torch.zeros_like(pixels)
+    dj = di = torch.zeros_like(right)
+    for a, b in ((0, 0), (0, 1), (1, 0), (1, 1)):
+        row, column = i0 + a, j0 + b
+        inside = ((row >= 0) & (row < h) & (column >= 0) & (column < w))[:, None].to(dtype)
+        at = (row.clamp(0, h - 1).long() * w + column.clamp(0, w - 1).long())[:, None].expand(n, c, -1)
+        near_i, near_j = (below if a else 1 - below), (right if b else 1 - right)
+        if need_dx:
+            dx = dx.scatter_add(2, at, dy * (near_i * near_j * inside))
+        if need_dgrid:
+            value = (pixels.gather(2, at) * dy).sum(1, keepdim=True) * inside
+            dj, di = dj + value * near_i * (2 * b - 1), di + value * near_j * (2 * a - 1)
+    dgrid = torch.stack([dj[:, 0] * (w / 2), di[:, 0] * (h / 2)], -1).reshape(grid.shape).to(grid.dtype)
+    return dx.reshape(x.shape).to(x.dtype) if need_dx else None, dgrid if need_dgrid else None
