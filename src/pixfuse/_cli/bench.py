@@ -104,7 +104,7 @@ def run(
             markup=False,
         )
         return 2
-    console = Console() if Console().is_terminal else Console(width=150)
+    console = Console() if Console().is_terminal else Console(width=170)
     _print(console, records, machine, copies, time.perf_counter() - began)
     if json_path is not None:
         json_path.parent.mkdir(parents=True, exist_ok=True)
@@ -154,11 +154,11 @@ def _print(
     )
     table = Table()
     for name in ("op", "direction", "case", "dtype", "layout"):
-        table.add_column(name)
+        table.add_column(name, no_wrap=name != "case")
     if len(copies) > 1:
         table.add_column("threads", justify="right")
     for name in ("median", "p20", "p80", "GB/s", "of copy", "best peer", "its median", "faster"):
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", no_wrap=True)
     for record in records:
         cells = [record.op, record.direction, record.case, record.dtype, record.layout]
         if len(copies) > 1:

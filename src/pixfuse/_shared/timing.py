@@ -90,7 +90,7 @@ def rows_of(
     directions: Sequence[str] = ("forward", "backward"),
     peers: dict[str, Callable[..., Tensor]] | None = None,
     compiled: bool = True,
-    saved: int = 0,
+    saved: int | None = None,
 ) -> Iterator[BenchRow]:
     """The rows of one case: forward, backward and both, checked against ``eager`` in float64.
 
@@ -104,7 +104,7 @@ def rows_of(
         directions: which rows to yield.
         peers: further functions of ``inputs`` by name.
         compiled: whether ``torch.compile(eager)`` is a peer too.
-        saved: bytes of what backward must read besides ``dy`` (by default the image).
+        saved: bytes of what backward must read besides ``dy``: by default those of the image, 0 for a linear op.
     """
     x = inputs[0]
     with torch.no_grad():
@@ -114,7 +114,7 @@ def rows_of(
         dy = as_channels_last(dy)
     sizes = {
         "forward": nbytes(*inputs, y),
-        "backward": nbytes(dy, *inputs) + (saved or nbytes(x)),
+        "backward": nbytes(dy, *inputs) + (nbytes(x) if saved is None else saved),
     }
     sizes["forward+backward"] = sizes["forward"] + sizes["backward"]
     all_peers = {"eager": eager, **(peers or {})}

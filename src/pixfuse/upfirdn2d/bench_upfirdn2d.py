@@ -99,5 +99,5 @@ def rows(device: str) -> Iterator[BenchRow]:
                         ),
                         depthwise(*settings),
                         peers={"per plane": per_plane(*settings), "two passes": two_passes(*settings)},
-                        saved=1,  # the op is linear: backward reads dy only
+                        saved=0,  # the op is linear: backward reads dy only
                     )
