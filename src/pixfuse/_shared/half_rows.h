@@ -49,17 +49,24 @@ __attribute__((target("arch=x86-64-v3"))) inline void store_half_row(const float
   for (; i < n; ++i) out[i] = store<float16>(in[i]);
 }
 __attribute__((target("arch=x86-64-v4"))) inline void load_half_row(const float16* in, float* out, int64_t n) {
-  for (int64_t i = 0; i < n; i += 16) {
-    const __mmask16 some = n - i >= 16 ? 0xffff : (1u << (n - i)) - 1;
-    _mm512_mask_storeu_ps(out + i, some, _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(some, in + i)));
+  int64_t i = 0;
+  for (; i + 16 <= n; i += 16) {
+    _mm512_storeu_ps(out + i, _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(in + i))));
   }
+  if (i == n) return;
+  const __mmask16 rest = (1u << (n - i)) - 1;
+  _mm512_mask_storeu_ps(out + i, rest, _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(rest, in + i)));
 }
 __attribute__((target("arch=x86-64-v4"))) inline void store_half_row(const float* in, float16* out, int64_t n) {
-  for (int64_t i = 0; i < n; i += 16) {
-    const __mmask16 some = n - i >= 16 ? 0xffff : (1u << (n - i)) - 1;
-    const __m256i halves = _mm512_cvtps_ph(_mm512_maskz_loadu_ps(some, in + i), _MM_FROUND_TO_NEAREST_INT);
-    _mm256_mask_storeu_epi16(out + i, some, halves);
+  int64_t i = 0;
+  for (; i + 16 <= n; i += 16) {
+    const __m256i halves = _mm512_cvtps_ph(_mm512_loadu_ps(in + i), _MM_FROUND_TO_NEAREST_INT);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + i), halves);
   }
+  if (i == n) return;
+  const __mmask16 rest = (1u << (n - i)) - 1;
+  const __m256i halves = _mm512_cvtps_ph(_mm512_maskz_loadu_ps(rest, in + i), _MM_FROUND_TO_NEAREST_INT);
+  _mm256_mask_storeu_epi16(out + i, rest, halves);
 }
 
 #else

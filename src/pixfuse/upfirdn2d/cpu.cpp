@@ -1,14 +1,14 @@
 // upfirdn2d on the CPU, and the gradient of its filter.
 //
-// One item is one output row of one image (a channel's plane if contiguous, a block of channels if channels_last), or
-// a tile of it. Memory is seen as rows of pixels of `chunk` values, so both layouts run the same loops over contiguous
-// values. Along each axis the outputs fall into phases that see the same taps and whose inputs advance by `step`: no
-// zero that was inserted is ever touched, and zeros beyond the image exist only in the margins of one row.
+// One item is a band of output rows of one image (a channel's plane if contiguous, a block of channels if
+// channels_last), or a tile of it, so small that what it needs stays in L1. Memory is seen as rows of pixels of `chunk`
+// values, so both layouts run the same loops over contiguous values. Along each axis the outputs fall into phases that
+// see the same taps and whose inputs advance by `step`: no zero that was inserted is ever touched, and zeros beyond the
+// image exist only in the margins of the rows at work.
 //
-// A separable filter (or a 2-D one that is exactly a product) first sums whole input rows into one row of the compute
-// type, which stays in L1, and then filters that row; any other filter does both at once from a ring of the rows it
-// looks at. 16-bit rows are converted on their way in and out. Every output is computed alike whatever thread, batch or
-// item it is in.
+// A separable filter (or a 2-D one that is exactly a product) first sums whole input rows into rows of the compute type
+// and then filters those; any other filter does both at once. bfloat16 is converted on the fly, float16 row by row.
+// Every output is computed alike whatever thread, batch or item it is in.
 #include <algorithm>
 #include <cmath>
 #include <numeric>
@@ -51,17 +51,23 @@ PIXFUSE_CLONES void weigh_rows(const Src* const* src, int64_t src_step, const A*
   }
 }
 
-// out[2 * m + p] = sum over K of w[p][k] * src[p][m + k]: both phases of up 2, interleaved.
+// out[r, 2 * m + p] = sum over K of w[p][k] * src[p][r, m + k]: both phases of up 2, interleaved.
 template <class Dst, class A, int K>
-PIXFUSE_CLONES void up2_row(const A* even, const A* odd, const A* we, const A* wo, Dst* out, int64_t count) {
+PIXFUSE_CLONES void up2_rows(const A* even, const A* odd, int64_t in_step, const A* we, const A* wo, Dst* out,
+                             int64_t out_step, int64_t rows, int64_t count) {
   A v[K], u[K];
   for (int k = 0; k < K; ++k) v[k] = we[k], u[k] = wo[k];
+  for (int64_t r = 0; r < rows; ++r) {
 #pragma GCC ivdep
-  for (int64_t m = 0; m < count; ++m) {
-    A a = v[0] * even[m], b = u[0] * odd[m];
-    for (int k = 1; k < K; ++k) a += v[k] * even[m + k], b += u[k] * odd[m + k];
-    out[2 * m] = store<Dst>(a);
-    out[2 * m + 1] = store<Dst>(b);
+    for (int64_t m = 0; m < count; ++m) {
+      A a = v[0] * even[m], b = u[0] * odd[m];
+      for (int k = 1; k < K; ++k) a += v[k] * even[m + k], b += u[k] * odd[m + k];
+      out[2 * m] = store<Dst>(a);
+      out[2 * m + 1] = store<Dst>(b);
+    }
+    even += in_step;
+    odd += in_step;
+    out += out_step;
   }
 }
 
@@ -218,36 +224,47 @@ struct Weights {
 // ones are sorted first, so that loops run along the row.
 constexpr int64_t kDirect = 8;
 
-// How rows are cut and kept. An item is `width` outputs of a row and `chunk` channels: what it needs stays in L1. Its
-// inputs are kept in `split` rows of `pitch` pixels: input s + split * i of the tile lies in row s at i.
-struct Tiles {
-  int64_t channels, chunk, blocks, width, tiles, inputs, split, pitch;
+enum class Use { kInPlace, kConverted, kFull, kGradient };  // what is kept of the inputs: nothing, rows, rows, a row
 
-  // `rows` rows of inputs are kept at a time; `sorted` whatever the chunk.
-  Tiles(const Axis& axis, int64_t channels, int64_t rows, bool sorted = false) : channels(channels) {
-    constexpr int64_t kNarrowest = 8;
-    const int64_t kValues = rows == 1 ? 1 << 15 : 1 << 13;
-    const auto inputs_of = [&](int64_t outputs) { return (outputs * axis.down + axis.k) / axis.up + 1; };
-    const auto kept = [&](int64_t outputs) { return inputs_of(outputs) * (rows + 1) + outputs; };
-    const int64_t most = std::max<int64_t>(16, 4 * kValues / kept(kNarrowest) / 16 * 16);
+// How an image is cut: an item is a band of `height` output rows, `width` outputs of each and `chunk` channels. A row at
+// work holds `pitch` pixels, the tile's inputs and zeros beyond the image; `stack` rows lie one after another, and if
+// `split` is more than 1 the pixels s, s + split, s + 2 * split, ... of all of them come first for s = 0, then for 1, ...
+struct Tiles {
+  int64_t channels, chunk, blocks, width, tiles, height, bands, split, pitch, stack, ring;
+
+  Tiles(const Axis& v, const Axis& h, int64_t channels, Use use) : channels(channels) {
+    constexpr int64_t kNarrowest = 8, kFewest = 4, kBand = 1 << 12;  // values
+    const bool keeps_rows = use == Use::kConverted || use == Use::kFull;
+    const auto inputs_of = [](const Axis& axis, int64_t outputs) { return (outputs * axis.down + axis.k) / axis.up + 1; };
+    const int64_t rows = !keeps_rows ? 1 : v.most_taps() + (use == Use::kFull ? kFewest : 0);
+    const auto kept = [&](int64_t outputs) { return inputs_of(h, outputs) * (rows + 1) + outputs; };
+    const int64_t values = rows == 1 ? 1 << 15 : 1 << 13;
+    const int64_t most = std::max<int64_t>(16, 4 * values / kept(kNarrowest) / 16 * 16);
     blocks = (channels + most - 1) / most;
     chunk = blocks == 1 ? channels : (channels / blocks + 16) / 16 * 16;
     blocks = (channels + chunk - 1) / chunk;
     width = kNarrowest;
-    while (kept(2 * width) * chunk <= kValues) width *= 2;
-    width = std::min((width + axis.phases - 1) / axis.phases * axis.phases, axis.out);
-    tiles = (axis.out + width - 1) / width;
-    inputs = inputs_of(width) + 1;
-    split = sorted || chunk < kDirect ? axis.step : 1;
-    pitch = (inputs + split - 1) / split + 1;
+    while (kept(2 * width) * chunk <= values) width *= 2;
+    width = std::min((width + h.phases - 1) / h.phases * h.phases, h.out);
+    tiles = (h.out + width - 1) / width;
+    split = use == Use::kGradient || chunk < kDirect ? h.step : 1;
+    pitch = (inputs_of(h, width) + split) / split * split;
+
+    height = std::max<int64_t>(use == Use::kFull ? kFewest : 1, kBand / (std::max(width, pitch) * chunk));
+    if (use == Use::kGradient || (use == Use::kConverted && chunk >= kDirect)) height = 1;
+    height = std::min(height, v.out);
+    if (height > v.phases) height -= height % v.phases;
+    bands = (v.out + height - 1) / height;
+    // A band of one row keeps the rows that the next band sees too.
+    ring = height == 1 ? std::max<int64_t>(1, v.most_taps()) : inputs_of(v, height) + 1;
+    stack = use == Use::kFull ? ring : height;
   }
 };
 
 // Where one tile lies: outputs begin .. begin + n - 1, inputs from `low` on, of which left .. right - 1 exist.
-template <class A>
 struct Place {
   int64_t image = 0, block = -1, chunk = 0, tile = -1, begin = 0, n = 0, low = 0, left = 0, right = 0;
-  std::vector<int64_t> sources;  // by phase: where in a kept row the first output of the phase finds its inputs
+  std::vector<int64_t> sources;  // by phase: where the first output of the phase finds its inputs in the first row
   std::vector<int64_t> outputs;  // by phase: how many
 
   // Whether the tile or block differs from the one before.
@@ -269,107 +286,109 @@ struct Place {
       outputs.push_back((n - p + h.phases - 1) / h.phases);
       for (int64_t s = 0; s < h.count[p]; ++s) {
         const int64_t at = h.first[p] + h.step * (begin / h.phases) - low + s;
-        sources.push_back((at % t.split * t.pitch + at / t.split) * chunk);
+        sources.push_back((at % t.split * (t.stack * t.pitch / t.split) + at / t.split) * chunk);
       }
     }
     return true;
   }
+  int64_t channel(const Tiles& t) const { return block * t.chunk; }
+  int64_t width() const { return std::max<int64_t>(0, right - left); }
 };
 
-// Keep `count` pixels, of which the first is input `at` of the tile.
+// Sort the pixels of `rows` rows as Tiles says.
 template <class A>
-void keep(const A* in, int64_t at, int64_t count, int64_t step, int64_t pitch, int64_t chunk, A* row) {
-  if (step == 2 && chunk == 1) {
-    A *even = row + (at + 1) / 2, *odd = row + pitch + at / 2;
-    int64_t i = 0;
-    if (at % 2 && count) *odd++ = in[i++];
-    const int64_t pairs = (count - i) / 2;
-    split2_row(in + i, even, odd, pairs);
-    if (i + 2 * pairs < count) even[pairs] = in[count - 1];
-    return;
-  }
-  for (int64_t s = 0; s < std::min(step, count); ++s) {
-    const int64_t to = at + s;
-    copy_chunks(in + s * chunk, step * chunk, row + (to % step * pitch + to / step) * chunk, chunk,
-                (count - s + step - 1) / step, chunk);
+void split_rows(const A* in, int64_t rows, const Tiles& t, int64_t chunk, A* out) {
+  const int64_t count = rows * t.pitch / t.split, apart = t.stack * t.pitch / t.split * chunk;
+  if (t.split == 2 && chunk == 1) return split2_row(in, out, out + apart, count);
+  for (int64_t s = 0; s < t.split; ++s) {
+    copy_chunks(in + s * chunk, t.split * chunk, out + s * apart, chunk, count, chunk);
   }
 }
 
-// Filters kept rows into the outputs of a tile.
+// Filters rows at work into the outputs of a tile.
 template <class Dst, class A>
 struct RowFilter {
   const Axis& axis;
   const Tiles& tiles;
-  const Place<A>& place;
+  const Place& place;
+  int64_t room;
   std::vector<A> phase_rows, partial;
   std::vector<const A*> sources;
-  int64_t room;
 
-  RowFilter(const Axis& axis, const Tiles& tiles, const Place<A>& place, int64_t rows)
+  RowFilter(const Axis& axis, const Tiles& tiles, const Place& place, int64_t rows)
       : axis(axis),
         tiles(tiles),
         place(place),
-        sources(rows * std::max<int64_t>(1, axis.most_taps())),
-        room((tiles.width / axis.phases + 1) * tiles.chunk) {
-    if (axis.phases > 1 && tiles.chunk < kDirect) phase_rows.resize(axis.phases * room);
-    if (sources.size() > 6) partial.resize(room);
+        room((tiles.width / axis.phases + 1) * tiles.chunk),
+        sources(rows * std::max<int64_t>(1, axis.most_taps())) {
+    if (axis.phases > 1 && tiles.chunk < kDirect) phase_rows.resize(axis.phases * tiles.height * room);
+    if (sources.size() > 6) partial.resize(tiles.height * room);
   }
 
-  // `taps(p)` are those of phase p: of the first row, then of the second, ... Pixels of y are `y_step` apart.
+  // Writes `count` rows of outputs, y_row apart, with pixels y_step apart. An output row sees the rows `seen[..]`, its
+  // successor those `row_step` further. taps(p) are those of phase p: of the first row seen, then of the second, ...
   template <class W>
-  void operator()(const A* const* rows, int64_t count, const W& taps, Dst* y, int64_t y_step) {
+  void operator()(const A* const* seen, int64_t seen_count, int64_t row_step, const W& taps, Dst* y, int64_t y_step,
+                  int64_t y_row, int64_t count) {
     const int64_t chunk = place.chunk, phases = axis.phases;
     if (phases == 1 && tiles.split == axis.step && y_step == chunk) {
-      const int64_t k = find(rows, count, 0, 0);
-      return weigh(sources.data(), 0, taps(0), k, partial.data(), y, 0, 1, place.n * chunk);
+      const int64_t k = find(seen, seen_count, 0, 0, 0);
+      return weigh(sources.data(), row_step, taps(0), k, partial.data(), y, y_row, count, place.n * chunk);
     }
-    if (phases == 2 && chunk == 1 && count == 1 && axis.step == 1 && axis.count[0] == axis.count[1] &&
+    if (phases == 2 && chunk == 1 && seen_count == 1 && axis.step == 1 && axis.count[0] == axis.count[1] &&
         axis.count[0] >= 1 && axis.count[0] <= 6) {
-      const A *even = rows[0] + place.sources[0], *odd = rows[0] + place.sources[axis.count[0]];
+      const A *even = seen[0] + place.sources[0], *odd = seen[0] + place.sources[axis.count[0]];
       const int64_t pairs = place.n / 2;
-      auto run = [&](auto row) { row(even, odd, taps(0), taps(1), y, pairs); };
+      auto run = [&](auto rows) { rows(even, odd, row_step, taps(0), taps(1), y, y_row, count, pairs); };
       switch (axis.count[0]) {
-        case 1: run(up2_row<Dst, A, 1>); break;
-        case 2: run(up2_row<Dst, A, 2>); break;
-        case 3: run(up2_row<Dst, A, 3>); break;
-        case 4: run(up2_row<Dst, A, 4>); break;
-        case 5: run(up2_row<Dst, A, 5>); break;
-        default: run(up2_row<Dst, A, 6>);
+        case 1: run(up2_rows<Dst, A, 1>); break;
+        case 2: run(up2_rows<Dst, A, 2>); break;
+        case 3: run(up2_rows<Dst, A, 3>); break;
+        case 4: run(up2_rows<Dst, A, 4>); break;
+        case 5: run(up2_rows<Dst, A, 5>); break;
+        default: run(up2_rows<Dst, A, 6>);
       }
       if (place.n % 2) {
-        const int64_t k = find(rows, count, 0, 0);
-        for (int64_t t = 0; t < k; ++t) sources[t] += pairs;
-        weigh(sources.data(), 0, taps(0), k, partial.data(), y + place.n - 1, 0, 1, 1);
+        const int64_t k = find(seen, seen_count, 0, 0, pairs);
+        weigh(sources.data(), row_step, taps(0), k, partial.data(), y + place.n - 1, y_row, count, 1);
       }
       return;
     }
-    const bool direct = chunk >= kDirect;
-    const int64_t step = tiles.split == axis.step ? chunk : axis.step * chunk;
+    if (chunk >= kDirect) {
+      const int64_t step = tiles.split == axis.step ? chunk : axis.step * chunk;
+      for (int64_t r = 0; r < count; ++r) {
+        for (int64_t p = 0, from = 0; p < phases; from += axis.count[p++]) {
+          const int64_t k = find(seen, seen_count, p, from, r * row_step);
+          weigh(sources.data(), step, taps(p), k, partial.data(), y + r * y_row + p * y_step, phases * y_step,
+                place.outputs[p], chunk);
+        }
+      }
+      return;
+    }
     for (int64_t p = 0, from = 0; p < phases; from += axis.count[p++]) {
-      const int64_t k = find(rows, count, p, from), m = place.outputs[p];
-      if (direct) {
-        weigh(sources.data(), step, taps(p), k, partial.data(), y + p * y_step, phases * y_step, m, chunk);
+      const int64_t k = find(seen, seen_count, p, from, 0);
+      A* to = phase_rows.data() + p * tiles.height * room;
+      weigh(sources.data(), row_step, taps(p), k, partial.data(), to, room, count, place.outputs[p] * chunk);
+    }
+    for (int64_t r = 0; r < count; ++r) {
+      const A* from = phase_rows.data() + r * room;
+      if (phases == 2 && chunk == 1) {
+        interleave2_row(from, from + tiles.height * room, y, place.n / 2);
+        if (place.n % 2) y[place.n - 1] = store<Dst>(from[place.n / 2]);
       } else {
-        A* to = phase_rows.data() + p * room;
-        weigh(sources.data(), 0, taps(p), k, to, to, 0, 1, m * chunk);
+        for (int64_t p = 0; p < phases; ++p) {
+          copy_chunks(from + p * tiles.height * room, chunk, y + p * y_step, phases * y_step, place.outputs[p], chunk);
+        }
       }
-    }
-    if (direct) return;
-    if (phases == 2 && chunk == 1) {
-      interleave2_row(phase_rows.data(), phase_rows.data() + room, y, place.n / 2);
-      if (place.n % 2) y[place.n - 1] = store<Dst>(phase_rows[place.n / 2]);
-      return;
-    }
-    for (int64_t p = 0; p < phases; ++p) {
-      copy_chunks(phase_rows.data() + p * room, chunk, y + p * y_step, phases * y_step, place.outputs[p], chunk);
+      y += y_row;
     }
   }
 
  private:
-  int64_t find(const A* const* rows, int64_t count, int64_t p, int64_t from) {
+  int64_t find(const A* const* seen, int64_t count, int64_t p, int64_t from, int64_t further) {
     int64_t k = 0;
     for (int64_t r = 0; r < count; ++r) {
-      for (int64_t t = 0; t < axis.count[p]; ++t) sources[k++] = rows[r] + place.sources[from + t];
+      for (int64_t t = 0; t < axis.count[p]; ++t) sources[k++] = seen[r] + place.sources[from + t] + further;
     }
     return k;
   }
@@ -479,95 +498,147 @@ struct Image {
   }
 };
 
-// The rows of the image that output row i sees: `count` of them from `top` on, after `skip` above the image.
-struct Span {
-  int64_t phase, skip, count, top;
-
-  Span(const Axis& v, int64_t i) : phase(i % v.phases) {
-    const int64_t first = v.first[phase] + v.step * (i / v.phases);
-    skip = std::clamp<int64_t>(-first, 0, v.count[phase]);
-    count = std::clamp<int64_t>(v.in - first, skip, v.count[phase]) - skip;
-    top = first + skip;
-  }
+// Rows first, first + apart, ... of a band, of one phase: they see the input rows top + t, top + step + t, ... through
+// the taps skip + t, for t < taps. All of these rows exist; a row at the edge of the image makes a group of its own.
+struct Group {
+  int64_t phase, first, apart, count, top, skip, taps;
 };
 
-// Call row(i) for the items from .. to - 1, which are the rows of one tile after another; enter(run) before each tile.
-template <class Enter, class Row>
-void for_items(int64_t from, int64_t to, int64_t rows, const Enter& enter, const Row& row) {
+// Call f(group) for the groups of output rows begin .. begin + n - 1.
+template <class F>
+void for_groups(const Axis& v, int64_t begin, int64_t n, const F& f) {
+  for (int64_t j = 0; j < std::min(n, v.phases); ++j) {
+    const int64_t p = (begin + j) % v.phases, rows = (n - j + v.phases - 1) / v.phases;
+    const int64_t taps = v.count[p], top = v.first[p] + v.step * ((begin + j) / v.phases);
+    // Rows from .. to - 1 of the phase see existing rows only.
+    const int64_t from = std::clamp<int64_t>(Axis::ceil_div(-top, v.step), 0, rows);
+    const int64_t to = std::clamp<int64_t>(Axis::floor_div(v.in - taps - top, v.step) + 1, from, rows);
+    if (to > from) f(Group{p, j + from * v.phases, v.phases, to - from, top + v.step * from, 0, taps});
+    for (int64_t r = 0; r < rows; ++r) {
+      if (r == from) r = to;
+      if (r == rows) break;
+      const int64_t at = top + v.step * r, skip = std::clamp<int64_t>(-at, 0, taps);
+      const int64_t seen = std::clamp<int64_t>(v.in - at, skip, taps) - skip;
+      f(Group{p, j + r * v.phases, v.phases, 1, at + skip, skip, seen});
+    }
+  }
+}
+
+// Call band(b) for the items from .. to - 1, which are the bands of one tile after another; enter(run) before each tile.
+template <class Enter, class Band>
+void for_items(int64_t from, int64_t to, int64_t bands, const Enter& enter, const Band& band) {
   for (int64_t item = from; item < to;) {
-    const int64_t first = item % rows, last = std::min(rows, first + to - item);
-    enter(item / rows);
-    for (int64_t i = first; i < last; ++i) row(i);
+    const int64_t first = item % bands, last = std::min(bands, first + to - item);
+    enter(item / bands);
+    for (int64_t b = first; b < last; ++b) band(b);
     item += last - first;
   }
 }
+
+// Finished rows on their way to memory: where they are computed, and what is left to do then.
+template <class T>
+struct Sink {
+  static constexpr bool kConvert = std::is_same_v<T, float16>;
+  using Row = std::conditional_t<kConvert, float, T>;
+  const Image<T>& y;
+  std::vector<Row> rows;
+  T* out = nullptr;
+  Row* to = nullptr;
+  int64_t step = 0, row = 0;
+
+  Sink(const Image<T>& y, const Tiles& t) : y(y), rows(kConvert ? t.height * t.width * t.chunk : 0) {}
+
+  void open(const Place& place, const Tiles& t, int64_t first_row) {
+    out = y.at(place.image, first_row, place.begin) + place.channel(t);
+    step = kConvert ? place.chunk : y.channels;
+    row = (kConvert ? place.n : y.width) * step;
+    if constexpr (kConvert) to = rows.data();
+    else to = out;
+  }
+  void close(const Place& place, int64_t count) {
+    if constexpr (kConvert) {
+      if (place.n == y.width && place.chunk == y.channels) return store_row(rows.data(), out, count * row);
+      for (int64_t r = 0; r < count; ++r) {
+        store_chunks(to + r * row, out + r * y.width * y.channels, y.channels, place.n, place.chunk);
+      }
+    }
+  }
+};
 
 template <class T>
 void separable_rows(const Image<const T>& x, const Image<T>& y, const Axis& v, const Axis& h,
                     const Filter<acc_t<T>>& filter, int64_t images) {
   using A = acc_t<T>;
-  constexpr bool kConvert = std::is_same_v<T, float16>;  // bfloat16 is converted on the fly, at no cost
-  using Row = std::conditional_t<kConvert, A, T>;
+  using Row = typename Sink<T>::Row;
+  constexpr bool kConvert = Sink<T>::kConvert;
   const Weights<A> down(v, filter.column.data()), along(h, filter.row.data());
-  const int64_t ring = kConvert ? std::max<int64_t>(1, v.most_taps()) : 1;
-  const Tiles tiles(h, x.channels, ring);
-  parallel(images * tiles.blocks * tiles.tiles * v.out, tiles.width * tiles.chunk, [&](int64_t from, int64_t to) {
-    Place<A> place;
+  const Tiles tiles(v, h, x.channels, kConvert ? Use::kConverted : Use::kInPlace);
+  const int64_t cost = tiles.height * tiles.width * tiles.chunk;
+  parallel(images * tiles.blocks * tiles.tiles * tiles.bands, cost, [&](int64_t from, int64_t to) {
+    Place place;
+    Sink<T> sink(y, tiles);
     RowFilter<Row, A> filter_row(h, tiles, place, 1);
-    std::vector<A> sum(tiles.inputs * tiles.chunk), kept(tiles.split > 1 ? tiles.split * tiles.pitch * tiles.chunk : 0);
-    std::vector<A> slots(kConvert ? ring * tiles.inputs * tiles.chunk : 0);
-    std::vector<A> partial(v.most_taps() > 6 ? tiles.inputs * tiles.chunk : 0), result(kConvert ? tiles.width * tiles.chunk : 0);
-    std::vector<int64_t> held(ring);
-    std::vector<const Row*> rows(std::max<int64_t>(1, v.most_taps()));
-    int64_t channel = 0;
+    const int64_t most = tiles.height * tiles.pitch * tiles.chunk;
+    std::vector<A> sums(most), sorted(tiles.split > 1 ? most : 0), partial(v.most_taps() > 6 ? most : 0);
+    std::vector<Row> loaded(kConvert ? tiles.ring * tiles.pitch * tiles.chunk : 0);
+    std::vector<int64_t> held(tiles.ring);
+    std::vector<const Row*> seen(std::max<int64_t>(1, v.most_taps()));
     auto enter = [&](int64_t run) {
-      if (place.enter(run, h, tiles)) {  // the margins stay zero from here on
-        std::fill(sum.begin(), sum.end(), A(0));
-        std::fill(kept.begin(), kept.end(), A(0));
-      }
+      if (place.enter(run, h, tiles)) std::fill(sums.begin(), sums.end(), A(0));  // the margins stay so
       std::fill(held.begin(), held.end(), -1);
-      channel = place.block * tiles.chunk;
     };
     auto taps = [&](int64_t p) { return along.taps.data() + along.begin[p]; };
-    for_items(from, to, v.out, enter, [&](int64_t i) {
-      const int64_t chunk = place.chunk, width = place.right - place.left;
-      T* out = y.at(place.image, i, place.begin) + channel;
-      const Span span(v, i);
-      if (span.count <= 0 || width <= 0) {
-        for (int64_t j = 0; j < place.n; ++j) std::fill_n(out + j * y.channels, chunk, T{});
-        return;
-      }
-      int64_t pixel = x.channels;  // values between the pixels of a row
-      for (int64_t t = 0; t < span.count; ++t) {
-        const int64_t r = span.top + t;
-        const T* in = x.at(place.image, r, place.left) + channel;
-        if constexpr (kConvert) {
-          A* slot = slots.data() + r % ring * tiles.inputs * tiles.chunk;
-          if (held[r % ring] != r) {
-            load_chunks(in, pixel, slot, width, chunk);
-            held[r % ring] = r;
+    for_items(from, to, tiles.bands, enter, [&](int64_t band) {
+      const int64_t begin = band * tiles.height, count = std::min(tiles.height, v.out - begin);
+      const int64_t chunk = place.chunk, width = place.width(), row_size = tiles.pitch * chunk;
+      const int64_t low = std::clamp<int64_t>(v.low(begin), 0, v.in);
+      const int64_t high = std::clamp<int64_t>(v.high(begin + count), low, v.in);
+      if constexpr (kConvert) {
+        const T* in = x.at(place.image, low, place.left) + place.channel(tiles);
+        if (tiles.height > 1 && width == x.width && chunk == x.channels) {
+          load_row(in, loaded.data(), (high - low) * width * chunk);
+        } else if (width > 0) {
+          for (int64_t r = low; r < high; ++r, in += x.width * x.channels) {
+            const int64_t at = tiles.height == 1 ? r % tiles.ring : r - low;
+            if (tiles.height == 1 && held[at] == r) continue;
+            held[at] = r;
+            load_chunks(in, x.channels, loaded.data() + at * width * chunk, width, chunk);
           }
-          rows[t] = slot;
-        } else {
-          rows[t] = in;
         }
       }
-      if (kConvert) pixel = chunk;
-      A* inside = sum.data() + (place.left - place.low) * chunk;
-      const A* weights = down.taps.data() + down.begin[span.phase] + span.skip;
-      if (pixel == chunk) weigh(rows.data(), 0, weights, span.count, partial.data(), inside, 0, 1, width * chunk);
-      else weigh(rows.data(), pixel, weights, span.count, partial.data(), inside, chunk, width, chunk);
-      const A* row = sum.data();
+      // Down the columns. A kept row is `width` pixels, one in memory is x.width.
+      const int64_t pixel = kConvert ? chunk : x.channels, in_row = (kConvert ? width : x.width) * pixel;
+      for_groups(v, begin, count, [&](const Group& g) {
+        for (int64_t t = 0; t < g.taps; ++t) {
+          const int64_t r = g.top + t;
+          if constexpr (kConvert) {
+            seen[t] = loaded.data() + (tiles.height == 1 ? r % tiles.ring : r - low) * in_row;
+          } else {
+            seen[t] = x.at(place.image, r, place.left) + place.channel(tiles);
+          }
+        }
+        const A* weights = down.taps.data() + down.begin[g.phase] + g.skip;
+        A* inside = sums.data() + g.first * row_size + (place.left - place.low) * chunk;
+        if (pixel == chunk) {
+          weigh(seen.data(), v.step * in_row, weights, g.taps, partial.data(), inside, g.apart * row_size, g.count,
+                width * chunk);
+          return;
+        }
+        for (int64_t r = 0; r < g.count; ++r) {
+          weigh(seen.data(), pixel, weights, g.taps, partial.data(), inside + r * g.apart * row_size, chunk, width,
+                chunk);
+          for (int64_t t = 0; t < g.taps; ++t) seen[t] += v.step * in_row;
+        }
+      });
+      // Along the rows.
+      const A* rows = sums.data();
       if (tiles.split > 1) {
-        keep<A>(inside, place.left - place.low, width, tiles.split, tiles.pitch, chunk, kept.data());
-        row = kept.data();
+        split_rows(sums.data(), count, tiles, chunk, sorted.data());
+        rows = sorted.data();
       }
-      if constexpr (kConvert) {
-        filter_row(&row, 1, taps, result.data(), chunk);
-        store_chunks(result.data(), out, y.channels, place.n, chunk);
-      } else {
-        filter_row(&row, 1, taps, out, y.channels);
-      }
+      sink.open(place, tiles, begin);
+      filter_row(&rows, 1, row_size / tiles.split, taps, sink.to, sink.step, sink.row, count);
+      sink.close(place, count);
     });
   });
 }
@@ -576,56 +647,43 @@ template <class T>
 void full_rows(const Image<const T>& x, const Image<T>& y, const Axis& v, const Axis& h,
                const Filter<acc_t<T>>& filter, int64_t images) {
   using A = acc_t<T>;
-  constexpr bool kConvert = std::is_same_v<T, float16>;
   const FullWeights<A> weights(v, h, filter.full);
-  const int64_t ring = std::max<int64_t>(1, v.most_taps());
-  const Tiles tiles(h, x.channels, ring);
-  const int64_t slot_size = tiles.split * tiles.pitch * tiles.chunk;
-  const int64_t cost = tiles.width * tiles.chunk * ring;
-  parallel(images * tiles.blocks * tiles.tiles * v.out, cost, [&](int64_t from, int64_t to) {
-    Place<A> place;
-    RowFilter<std::conditional_t<kConvert, A, T>, A> filter_row(h, tiles, place, ring);
-    std::vector<A> slots(ring * slot_size), result(kConvert ? tiles.width * tiles.chunk : 0);
-    std::vector<A> loaded(tiles.inputs * tiles.chunk);
-    std::vector<int64_t> held(ring);
-    std::vector<const A*> rows(ring);
-    int64_t channel = 0;
+  const Tiles tiles(v, h, x.channels, Use::kFull);
+  const int64_t cost = tiles.height * tiles.width * tiles.chunk * std::max<int64_t>(1, v.most_taps());
+  parallel(images * tiles.blocks * tiles.tiles * tiles.bands, cost, [&](int64_t from, int64_t to) {
+    Place place;
+    Sink<T> sink(y, tiles);
+    RowFilter<typename Sink<T>::Row, A> filter_row(h, tiles, place, std::max<int64_t>(1, v.most_taps()));
+    const int64_t most = tiles.stack * tiles.pitch * tiles.chunk;
+    std::vector<A> loaded(most), sorted(tiles.split > 1 ? most : 0);
+    std::vector<const A*> seen(std::max<int64_t>(1, v.most_taps()));
     auto enter = [&](int64_t run) {
-      if (place.enter(run, h, tiles)) std::fill(slots.begin(), slots.end(), A(0));
-      std::fill(held.begin(), held.end(), -1);
-      channel = place.block * tiles.chunk;
+      if (place.enter(run, h, tiles)) std::fill(loaded.begin(), loaded.end(), A(0));  // the margins stay so
     };
-    for_items(from, to, v.out, enter, [&](int64_t i) {
-      const int64_t chunk = place.chunk, width = place.right - place.left;
-      T* out = y.at(place.image, i, place.begin) + channel;
-      const Span span(v, i);
-      if (span.count <= 0 || width <= 0) {
-        for (int64_t j = 0; j < place.n; ++j) std::fill_n(out + j * y.channels, chunk, T{});
-        return;
+    for_items(from, to, tiles.bands, enter, [&](int64_t band) {
+      const int64_t begin = band * tiles.height, count = std::min(tiles.height, v.out - begin);
+      const int64_t chunk = place.chunk, width = place.width(), row_size = tiles.pitch * chunk;
+      const int64_t low = std::clamp<int64_t>(v.low(begin), 0, v.in);
+      const int64_t high = std::clamp<int64_t>(v.high(begin + count), low, v.in);
+      for (int64_t r = low; width > 0 && r < high; ++r) {
+        load_chunks(x.at(place.image, r, place.left) + place.channel(tiles), x.channels,
+                    loaded.data() + (r - low) * row_size + (place.left - place.low) * chunk, width, chunk);
       }
-      for (int64_t t = 0; t < span.count; ++t) {
-        const int64_t r = span.top + t;
-        A* slot = slots.data() + r % ring * slot_size;
-        rows[t] = slot;
-        if (held[r % ring] == r) continue;
-        held[r % ring] = r;
-        const T* in = x.at(place.image, r, place.left) + channel;
-        if (tiles.split == 1) {
-          load_chunks(in, x.channels, slot + (place.left - place.low) * chunk, width, chunk);
-        } else {
-          load_chunks(in, x.channels, loaded.data(), width, chunk);
-          keep<A>(loaded.data(), place.left - place.low, width, tiles.split, tiles.pitch, chunk, slot);
-        }
+      const A* rows = loaded.data();
+      if (tiles.split > 1) {
+        split_rows(loaded.data(), high - low, tiles, chunk, sorted.data());
+        rows = sorted.data();
       }
-      auto taps = [&](int64_t p) {
-        return weights.taps.data() + weights.begin[span.phase * weights.phases + p] + span.skip * h.count[p];
-      };
-      if constexpr (kConvert) {
-        filter_row(rows.data(), span.count, taps, result.data(), chunk);
-        store_chunks(result.data(), out, y.channels, place.n, chunk);
-      } else {
-        filter_row(rows.data(), span.count, taps, out, y.channels);
-      }
+      sink.open(place, tiles, begin);
+      for_groups(v, begin, count, [&](const Group& g) {
+        for (int64_t t = 0; t < g.taps; ++t) seen[t] = rows + (g.top + t - low) * (row_size / tiles.split);
+        auto taps = [&](int64_t p) {
+          return weights.taps.data() + weights.begin[g.phase * weights.phases + p] + g.skip * h.count[p];
+        };
+        filter_row(seen.data(), g.taps, v.step * row_size / tiles.split, taps, sink.to + g.first * sink.row, sink.step,
+                   g.apart * sink.row, g.count);
+      });
+      sink.close(place, count);
     });
   });
 }
@@ -685,43 +743,42 @@ Tensor upfirdn2d_filter_backward_cpu(const Tensor& x_any, const Tensor& dy_any, 
     const Image<const T> from_x{data<T>(x), v.in, h.in, inner}, from_dy{data<T>(dy), v.out, h.out, inner};
     A* result = mutable_data<A>(df);
     // Fixed blocks of rows, whatever the threads: each sums its own part of the gradient.
-    const Tiles tiles(h, inner, 1, true);
+    const Tiles tiles(v, h, inner, Use::kGradient);
     const int64_t rows = dy.numel() ? images * tiles.blocks * tiles.tiles * v.out : 0;
     const int64_t block = std::max<int64_t>(8, (rows + 63) / 64), blocks = (rows + block - 1) / block;
     std::vector<double> sums(blocks * fh * fw);
     parallel(blocks, block * tiles.width * tiles.chunk, [&](int64_t from, int64_t to) {
-      Place<A> place;
-      std::vector<A> loaded(std::max(tiles.inputs, tiles.width) * tiles.chunk);
-      std::vector<A> kept(tiles.split * tiles.pitch * tiles.chunk);
+      Place place;
+      std::vector<A> loaded(std::max(tiles.pitch, tiles.width) * tiles.chunk), sorted(tiles.pitch * tiles.chunk);
       const int64_t room = (tiles.width / h.phases + 1) * tiles.chunk;
       std::vector<A> phase_rows(h.phases * room);
+      auto enter = [&](int64_t run) { place.enter(run, h, tiles); };
       for (int64_t b = from; b < to; ++b) {
         double* sum = sums.data() + b * fh * fw;
-        int64_t channel = 0;
-        auto enter = [&](int64_t run) {
-          if (place.enter(run, h, tiles)) std::fill(kept.begin(), kept.end(), A(0));
-          channel = place.block * tiles.chunk;
-        };
         for_items(b * block, std::min((b + 1) * block, rows), v.out, enter, [&](int64_t i) {
-          const int64_t chunk = place.chunk, width = place.right - place.left;
-          const Span span(v, i);
-          if (span.count <= 0 || width <= 0) return;
-          load_chunks(from_dy.at(place.image, i, place.begin) + channel, inner, loaded.data(), place.n, chunk);
+          const int64_t chunk = place.chunk, width = place.width(), margin = (place.left - place.low) * chunk;
+          if (width == 0) return;
+          const T* dys = from_dy.at(place.image, i, place.begin) + place.channel(tiles);
+          load_chunks(dys, inner, loaded.data(), place.n, chunk);
           for (int64_t p = 0; p < h.phases; ++p) {
-            copy_chunks<A>(loaded.data() + p * chunk, h.phases * chunk, phase_rows.data() + p * room, chunk,
-                           place.outputs[p], chunk);
+            copy_chunks(loaded.data() + p * chunk, h.phases * chunk, phase_rows.data() + p * room, chunk,
+                        place.outputs[p], chunk);
           }
-          for (int64_t s = 0; s < span.count; ++s) {
-            load_chunks(from_x.at(place.image, span.top + s, place.left) + channel, inner, loaded.data(), width, chunk);
-            keep<A>(loaded.data(), place.left - place.low, width, tiles.split, tiles.pitch, chunk, kept.data());
-            double* out = sum + (v.offset[span.phase] + v.up * (span.skip + s)) * fw;
-            for (int64_t p = 0, at = 0; p < h.phases; ++p) {
-              for (int64_t t = 0; t < h.count[p]; ++t) {
-                out[h.offset[p] + h.up * t] += dot_row(phase_rows.data() + p * room,
-                                                       kept.data() + place.sources[at++], place.outputs[p] * chunk);
+          std::fill(loaded.begin(), loaded.end(), A(0));
+          for_groups(v, i, 1, [&](const Group& g) {
+            for (int64_t s = 0; s < g.taps; ++s) {
+              const T* xs = from_x.at(place.image, g.top + s, place.left) + place.channel(tiles);
+              load_chunks(xs, inner, loaded.data() + margin, width, chunk);
+              split_rows(loaded.data(), 1, tiles, chunk, sorted.data());
+              double* out = sum + (v.offset[g.phase] + v.up * (g.skip + s)) * fw;
+              for (int64_t p = 0, at = 0; p < h.phases; ++p) {
+                for (int64_t t = 0; t < h.count[p]; ++t) {
+                  out[h.offset[p] + h.up * t] += dot_row(phase_rows.data() + p * room,
+                                                         sorted.data() + place.sources[at++], place.outputs[p] * chunk);
+                }
               }
             }
-          }
+          });
         });
       }
     });

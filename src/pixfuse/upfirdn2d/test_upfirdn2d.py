@@ -403,6 +403,19 @@ def test_sums_are_kept_in_float32(separable: bool, layout: str, dtype: torch.dty
     assert ((y.double() - truth).abs() <= 0.51 * torch.finfo(dtype).eps * truth.abs() + 1e-6).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=name)
+@pytest.mark.parametrize("gain", [1.0, 0.7, 2.0**-12, 3e4])
+@pytest.mark.parametrize("width", [256, 251])
+def test_every_16_bit_number_is_read_and_rounded_right(width: int, gain: float, dtype: torch.dtype) -> None:
+    x = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)[: 255 * width]
+    x = x.reshape(1, 1, 255, width)
+    for layout in LAYOUTS:
+        image = laid_out(x.expand(1, 3, -1, -1).clone(), layout)
+        y = upfirdn2d(image, None, gain=gain)
+        truth = (x.float() * gain).to(dtype)
+        torch.testing.assert_close(y, truth.expand_as(y), rtol=0, atol=0, equal_nan=True)
+
+
 # --- arguments ------------------------------------------------------------------------------------------------
 
 X, F = torch.ones(1, 2, 4, 5), torch.ones(3, 3)
