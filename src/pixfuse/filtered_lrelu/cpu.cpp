@@ -240,10 +240,14 @@ struct Filter {
       for (size_t i = 0; i < taps.size(); ++i) result[i] = A(taps[i] * by);
       return result;
     };
-    if (flat) x = scaled(1), y = scaled(gain);
-    else if (h == 1) x = scaled(1), y[0] = A(gain);
-    else if (w == 1) y = scaled(gain);
-    else full = scaled(gain);
+    if (flat)
+      x = scaled(1), y = scaled(gain);
+    else if (h == 1)
+      x = scaled(1), y[0] = A(gain);
+    else if (w == 1)
+      y = scaled(gain);
+    else
+      full = scaled(gain);
   }
 };
 
@@ -268,6 +272,21 @@ struct Up {
   }
   int64_t rows(int64_t phase) const { return phase < f.h ? (f.h - phase - 1) / up + 1 : 0; }
   int64_t columns(int64_t phase) const { return phase < f.w ? (f.w - phase - 1) / up + 1 : 0; }
+};
+
+// A ring of rows that holds the last `rows` of them.
+template <class A>
+struct Ring {
+  A* at = nullptr;
+  int64_t rows = 1, stride = 0;
+
+  A* row(int64_t r) const { return at + r % rows * stride; }
+  // f(k, row r + k) for k < n
+  template <class F>
+  void each(int64_t r, int64_t n, const F& f) const {
+    int64_t slot = r % rows;
+    for (int64_t k = 0; k < n; ++k, slot = slot + 1 == rows ? 0 : slot + 1) f(k, at + slot * stride);
+  }
 };
 
 // --- images and tiles ------------------------------------------------------------------------------------------
@@ -339,9 +358,9 @@ class UpStage {
     lanes_ = &lanes;
     width_ = width;
     source_ = source_width(up_, width);
-    ring_width_ = up_.f.separable ? width : source_;
-    rows_ = ceil_div(up_.f.h, up_.up);
-    ring_ = scratch.take(rows_ * ring_width_);
+    ring_.rows = ceil_div(up_.f.h, up_.up);
+    ring_.stride = (up_.f.separable ? width : source_) * L;
+    ring_.at = scratch.take(ring_.rows * ring_.stride / L);
     pixels_ = scratch.take(source_);
     planes_ = scratch.take(source_);
     for (int64_t l = 0; l < lanes.count; ++l) {
@@ -363,7 +382,7 @@ class UpStage {
     const int64_t rows = up_.rows(phase);
     for (next_ = std::max(next_, first); next_ < first + rows; ++next_) read(next_);
     if (up_.f.separable) {
-      for (int64_t k = 0; k < rows; ++k) pointers_[k] = ring_row(first + k);
+      ring_.each(first, rows, [&](int64_t k, const A* row) { pointers_[k] = row; });
       if (phase > 0 && up_.rows(phase - 1) == rows) {  // the next row sees the same source rows, one phase on
         fir_pair(to, next, pointers_.data(), up_.y[phase].data(), up_.y[phase - 1].data(), rows, width_);
         ready_ = i + 1;
@@ -374,9 +393,9 @@ class UpStage {
     }
     each_phase([&](int64_t phase_x, int64_t start, int64_t source, int64_t count) {
       const int64_t columns = up_.columns(phase_x);
-      for (int64_t a = 0, k = 0; a < rows; ++a) {
-        for (int64_t b = 0; b < columns; ++b) pointers_[k++] = ring_row(first + a) + (source + b) * L;
-      }
+      ring_.each(first, rows, [&](int64_t a, const A* row) {
+        for (int64_t b = 0; b < columns; ++b) pointers_[a * columns + b] = row + (source + b) * L;
+      });
       const A* taps = up_.full[phase * up_.up + phase_x].data();
       fir(to + start * L, up_.up, pointers_.data(), 1, taps, rows * columns, count);
     });
@@ -386,8 +405,6 @@ class UpStage {
   static int64_t source_width(const Up<A>& up, int64_t width) {
     return round_up(ceil_div(width - 1, up.up) + ceil_div(up.f.w, up.up), L);
   }
-  A* ring_row(int64_t r) { return ring_ + r % rows_ * ring_width_ * L; }
-
   // f(phase, first column of that phase, the source column it begins at, how many columns)
   template <class F>
   void each_phase(const F& f) {
@@ -399,16 +416,18 @@ class UpStage {
 
   // Bring source row r (counted from the tile's first) into the ring.
   void read(int64_t r) {
-    A* ring = ring_row(r);
+    A* ring = ring_.row(r);
     A* pixels = up_.f.separable ? pixels_ : ring;
     bool inside = false;
     for (int64_t l = 0; l < lanes_->count; ++l) inside |= 0 <= row_[l] + r && row_[l] + r < image_.h;
     if (!inside) {
-      std::memset(ring, 0, ring_width_ * kVectorBytes);
+      std::memset(ring, 0, ring_.stride * sizeof(A));
       return;
     }
-    if (lanes_->block) read_block(r, pixels);
-    else read_planes(r, pixels);
+    if (lanes_->block)
+      read_block(r, pixels);
+    else
+      read_planes(r, pixels);
     if (!up_.f.separable) return;
     each_phase([&](int64_t phase, int64_t start, int64_t source, int64_t count) {
       const int64_t columns = up_.columns(phase);
@@ -450,10 +469,11 @@ class UpStage {
   const Up<A>& up_;
   const Lanes<A>* lanes_ = nullptr;
   std::vector<const A*> pointers_;
-  int64_t width_ = 0, source_ = 0, ring_width_ = 0, rows_ = 0, next_ = 0, ready_ = -1, offset_x_ = 0, offset_y_ = 0;
+  int64_t width_ = 0, source_ = 0, next_ = 0, ready_ = -1, offset_x_ = 0, offset_y_ = 0;
   int64_t row_[L] = {}, column_[L] = {};
   A block_bias_[L] = {};
-  A *ring_ = nullptr, *pixels_ = nullptr, *planes_ = nullptr;
+  Ring<A> ring_;
+  A *pixels_ = nullptr, *planes_ = nullptr;
 };
 
 // Rows of the result from rows of the upsampled image: y[j] = sum over a of tap[a] * row[j * down + a].
@@ -475,33 +495,33 @@ class DownStage {
     width_ = width;
     wide_ = upsampled(width, f_.w);
     // One upsampled row more than the taps meet, since rows may come in pairs.
-    rows_ = f_.separable ? f_.h : f_.h + 1;
-    ring_width_ = f_.separable ? width : wide_;
-    ring_ = scratch.take(rows_ * ring_width_);
+    ring_.rows = f_.separable ? f_.h : f_.h + 1;
+    ring_.stride = (f_.separable ? width : wide_) * L;
+    ring_.at = scratch.take(ring_.rows * ring_.stride / L);
     if (f_.separable) pair_ = scratch.take(2 * wide_);
     result_ = scratch.take(round_up(width, L));
     planes_ = scratch.take(round_up(width, L));
   }
 
   // Where upsampled row i is to be written.
-  A* row(int64_t i) { return f_.separable ? pair_ + i % 2 * wide_ * L : ring_row(i); }
+  A* row(int64_t i) { return f_.separable ? pair_ + i % 2 * wide_ * L : ring_.row(i); }
 
   // Upsampled row i is there.
   void push(int64_t i) {
     if (!f_.separable) return;
     for (int64_t b = 0; b < f_.w; ++b) pointers_[b] = row(i) + b * L;
-    fir(ring_row(i), 1, pointers_.data(), down_, f_.x.data(), f_.w, width_);
+    fir(ring_.row(i), 1, pointers_.data(), down_, f_.x.data(), f_.w, width_);
   }
 
   // Write row j of the result.
   void emit(int64_t j, const Lanes<A>& lanes, const Image<T>& y) {
     if (f_.separable) {
-      for (int64_t a = 0; a < f_.h; ++a) pointers_[a] = ring_row(j * down_ + a);
+      ring_.each(j * down_, f_.h, [&](int64_t a, const A* row) { pointers_[a] = row; });
       fir(result_, 1, pointers_.data(), 1, f_.y.data(), f_.h, width_);
     } else {
-      for (int64_t a = 0; a < f_.h; ++a) {
-        for (int64_t b = 0; b < f_.w; ++b) pointers_[a * f_.w + b] = ring_row(j * down_ + a) + b * L;
-      }
+      ring_.each(j * down_, f_.h, [&](int64_t a, const A* row) {
+        for (int64_t b = 0; b < f_.w; ++b) pointers_[a * f_.w + b] = row + b * L;
+      });
       fir(result_, 1, pointers_.data(), down_, f_.full.data(), f_.w * f_.h, width_);
     }
     auto target = [&](int64_t l) {
@@ -509,7 +529,8 @@ class DownStage {
              lanes.x0[l] * y.stride_w;
     };
     if (lanes.block) {
-      store_pixels(result_, reinterpret_cast<T*>(planes_), target(0), y.stride_w, std::min(width_, y.w - lanes.x0[0]), lanes.count);
+      store_pixels(result_, reinterpret_cast<T*>(planes_), target(0), y.stride_w, std::min(width_, y.w - lanes.x0[0]),
+                   lanes.count);
       return;
     }
     const int64_t stride = round_up(width_, L);
@@ -521,13 +542,12 @@ class DownStage {
   }
 
  private:
-  A* ring_row(int64_t i) { return ring_ + i % rows_ * ring_width_ * L; }
-
   const Filter<A>& f_;
   int64_t down_;
   std::vector<const A*> pointers_;
-  int64_t width_ = 0, wide_ = 0, ring_width_ = 0, rows_ = 0;
-  A *pair_ = nullptr, *ring_ = nullptr, *result_ = nullptr, *planes_ = nullptr;
+  int64_t width_ = 0, wide_ = 0;
+  Ring<A> ring_;
+  A *pair_ = nullptr, *result_ = nullptr, *planes_ = nullptr;
 };
 
 // --- the pipeline ----------------------------------------------------------------------------------------------
@@ -551,7 +571,7 @@ struct Problem {
 
 // Tiles of about this many upsampled columns and rows of the result: the rings stay in the first two caches, and what
 // neighbouring tiles both compute stays small.
-constexpr int64_t kUpsampledWidth = 64, kTileHeight = 128, kScratchBytes = 1 << 20;
+constexpr int64_t kUpsampledWidth = 128, kTileHeight = 128, kScratchBytes = 1 << 20;
 
 template <class T>
 void run(const Problem<T>& p) {
