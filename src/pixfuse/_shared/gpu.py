@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.runtime import JITFunction, driver
+
+from .layout import dense_strides, is_channels_last
 
 ALIGNMENT = 16  # bytes; what Triton asks of a pointer before it loads and stores 16 bytes at once
 
@@ -82,6 +84,35 @@ class Launch:
 
     def _first(self, tensors: tuple[Tensor | None, ...]) -> Any:
         return self.kernel[(self.programs, 1, 1)](*tensors, *self.arguments, **self.options)
+
+
+class Form(NamedTuple):
+    """What a launch asks about the memory of an image."""
+
+    channels_last: bool
+    dense: bool  # without gaps, in that layout
+    strides: tuple[int, ...]  # of a dense tensor of its shape and layout
+
+
+def form(x: Tensor) -> Form:
+    """The memory layout of ``x``, looked up: finding it out takes longer than a small kernel."""
+    return _form(x.shape, x.stride())
+
+
+@functools.lru_cache(maxsize=4096)
+def _form(shape: tuple[int, ...], strides: tuple[int, ...]) -> Form:
+    channels_last = is_channels_last(torch.empty_strided(shape, strides, device="meta"))
+    dense = dense_strides(shape, channels_last)
+    return Form(channels_last, dense == strides, dense)
+
+
+def new(like: Tensor, shape: tuple[int, ...], channels_last: bool, dtype: torch.dtype | None = None) -> Tensor:
+    """A dense uninitialised tensor of ``shape`` in the given layout, as ``layout.empty`` but with looked-up strides."""
+    strides = _strides(shape, channels_last)
+    return torch.empty_strided(shape, strides, dtype=like.dtype if dtype is None else dtype, device=like.device)
+
+
+_strides = functools.lru_cache(maxsize=4096)(dense_strides)
 
 
 def power_of_2(n: int) -> int:

@@ -18,9 +18,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .._shared.gpu import Launch, power_of_2
+from .._shared.gpu import Launch, form, new, power_of_2
 from .._shared.gpu_math import exp, expm1, log1p, sigmoid, tanh
-from .._shared.layout import empty, is_channels_last, to_layout
+from .._shared.layout import to_layout
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -256,9 +256,9 @@ def _elementwise(
 
 def bias_act(x: Tensor, b: Tensor | None, dim: int, act: int, alpha: float, gain: float, clamp: float) -> Tensor:
     """``y`` of the shape, dtype and layout of ``x``; see ``reference.py``."""
-    channels_last = is_channels_last(x)
-    x = to_layout(x, channels_last)
-    y = empty(x, x.shape, channels_last)
+    channels_last, dense, strides = form(x)
+    x = x if dense else to_layout(x, channels_last)
+    y = torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device)
     b = None if b is None else b.contiguous()
     dtypes = (x.dtype, None if b is None else b.dtype)
     scalars = (float(alpha), float(gain), float(clamp))
@@ -311,7 +311,7 @@ def bias_act_backward(
     x = None if x is None else to_layout(x, channels_last)
     y = None if y is None else to_layout(y, channels_last)
     b = None if b is None or x is None else b.contiguous()
-    dx = empty(dy, dy.shape, channels_last)
+    dx = new(dy, dy.shape, channels_last)
     dtypes = tuple(None if t is None else t.dtype for t in (dy, x, b, y))
     limit = _rounded(clamp, dy.dtype) if y is not None and clamp >= 0 else clamp  # y was rounded, so was its limit
     scalars = (float(alpha), float(gain), float(limit))
@@ -332,10 +332,10 @@ def bias_act_second(
     v: Tensor, dy: Tensor, x: Tensor, b: Tensor | None, dim: int, act: int, alpha: float, gain: float, clamp: float
 ) -> Tensor:
     """``v * dy * gain * act''(t)``; see ``reference.py``."""
-    channels_last = is_channels_last(x)
+    channels_last = form(x).channels_last
     v, dy, x = (to_layout(t, channels_last) for t in (v, dy, x))
     b = None if b is None else b.contiguous()
-    out = empty(x, x.shape, channels_last)
+    out = new(x, x.shape, channels_last)
     dtypes = tuple(None if t is None else t.dtype for t in (v, dy, x, b))
     scalars = (float(alpha), float(gain), float(clamp))
     launch = _elementwise(_second_kernel, x.shape, dim, channels_last, dtypes, b is not None, scalars, act)

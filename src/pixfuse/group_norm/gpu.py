@@ -24,18 +24,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .._shared.gpu import Launch, power_of_2
+from .._shared.gpu import Launch, form, power_of_2
 from .._shared.gpu_math import sigmoid
-from .._shared.layout import empty, is_channels_last, to_layout
+from .._shared.layout import to_layout
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 _ONE_PASS = 16384  # elements of the largest tile that holds whole groups
 _ONE_PASS_BACKWARD = 8192
-_TILE = 4096  # elements of a tile of the two-launch design
-_WARPS = 4  # of a program of the two-launch design
-_WARPS_BACKWARD = 4
+_TILE = 2048  # elements of a tile of the two-launch design
+_STAGES = 3  # tiles on their way while one is reduced
+_WARPS = 2  # of a program of the two-launch design
 _CHUNKS = 512  # programs that reduce one image, about: they fill a GPU
+_TOTALLED = 32768  # sums of a channel that one program adds up; PyTorch's reduction spreads more over several
 _POOLED = 2048  # partial sums that the second launch pools by itself; more are pooled by a launch between
 
 
@@ -291,7 +292,8 @@ def _scaled_squares(
 @triton.jit
 def _partial_kernel(
     x, part, C, P, D, G, chunks, tiles, slots, n_stride, step,
-    K: tl.constexpr, STEPS: tl.constexpr, BC: tl.constexpr, BP: tl.constexpr, NG: tl.constexpr, EVEN: tl.constexpr,
+    K: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr,
+    BC: tl.constexpr, BP: tl.constexpr, NG: tl.constexpr, EVEN: tl.constexpr,
     CL: tl.constexpr, FULL: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
@@ -315,7 +317,7 @@ def _partial_kernel(
     v = v if FULL else tl.where(mask, v, 0.0)
     s1, s2 = v, v * v
     at = corner
-    for i in range(1, STEPS):
+    for i in tl.range(1, STEPS, num_stages=STAGES):
         at += step
         here = None if FULL else _mask(c, p0 + i * BP + lp, C, P, CL)
         v = tl.load(at + offsets, mask=here).to(tl.float32) - _over_pixels(centre, CL)
@@ -412,7 +414,8 @@ def _apply_kernel(
 @triton.jit
 def _partial_backward_kernel(
     dy, x, mean, rstd, weight, bias, sums, part, C, P, D, G, chunks, tiles, slots, sums_stride, n_stride, step,
-    K: tl.constexpr, STEPS: tl.constexpr, BC: tl.constexpr, BP: tl.constexpr, NG: tl.constexpr, EVEN: tl.constexpr,
+    K: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr,
+    BC: tl.constexpr, BP: tl.constexpr, NG: tl.constexpr, EVEN: tl.constexpr,
     CL: tl.constexpr, FULL: tl.constexpr, WIDE: tl.constexpr, ACT: tl.constexpr, ROUND: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
@@ -434,7 +437,7 @@ def _partial_backward_kernel(
     wide_gamma, beta = _over_pixels(gamma, CL), _over_pixels(_parameter(bias, c, C, 0.0), CL)
     s1 = tl.zeros((BP, BC) if CL else (BC, BP), tl.float32)
     s0 = tl.zeros((BP, BC) if CL else (BC, BP), tl.float32)
-    for _ in range(STEPS):
+    for _ in tl.range(STEPS, num_stages=STAGES):
         mask = None if FULL else _mask(c, p0 + lp, C, P, CL)
         v = tl.load(x + offsets, mask=mask).to(tl.float32)
         d = tl.load(dy + offsets, mask=mask).to(tl.float32)
@@ -481,6 +484,21 @@ def _sum_kernel(
     t1, t0 = _sum_slots(part, n * G * slots, g, g < G, slots, D, K, BC, n_stride, SLOTS)
     tl.store(pooled + n * G + g, t1)
     tl.store(pooled + pooled_stride + n * G + g, t0)
+
+
+# A program adds up one channel's sums over all images and chunks: blocks of BN images by BS chunks, in their order.
+@triton.jit
+def _total_kernel(sums, totals, N, C, chunks, BN: tl.constexpr, BS: tl.constexpr):
+    pid = tl.program_id(0)
+    which, c = (pid // C).to(tl.int64), pid % C
+    total = tl.zeros((BN, BS), tl.float32)
+    for n0 in range(0, N, BN):
+        n = n0 + tl.arange(0, BN)[:, None]
+        for s0 in range(0, chunks, BS):
+            s = s0 + tl.arange(0, BS)[None, :]
+            at = ((which * N + n) * C + c) * chunks + s
+            total += tl.load(sums + at, mask=(n < N) & (s < chunks), other=0.0)
+    tl.store(totals + pid, tl.sum(tl.sum(total, 1), 0))
 
 
 # A program owns one tile of dx; the sums of its groups it adds up itself or reads, as in _apply_kernel.
@@ -627,7 +645,7 @@ def _forward(
     tile = (t.channels, t.pixels, t.groups, _even(D, t.channels, t.groups), channels_last)
     partial = Launch(
         _partial_kernel, N * t.chunks * t.tiles, (C, P, D, G, t.chunks, t.tiles, t.slots, stride, step),
-        (t.touched, t.steps, *tile, t.full, wide), num_warps=_WARPS,
+        (t.touched, t.steps, _STAGES, *tile, t.full, wide), num_warps=_WARPS,
     )  # fmt: skip
     slots = power_of_2(t.slots)
     pool = None
@@ -649,9 +667,9 @@ def group_norm(
     round_before_act: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """``y``, ``mean`` and ``rstd``; see ``reference.py``."""
-    channels_last = is_channels_last(x)
-    x = to_layout(x, channels_last)
-    y = empty(x, x.shape, channels_last)
+    channels_last, dense, strides = form(x)
+    x = x if dense else to_layout(x, channels_last)
+    y = torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device)
     N, C = x.shape[0], x.shape[1]
     mean = x.new_empty((N, num_groups), dtype=torch.float32)
     rstd = torch.empty_like(mean)
@@ -707,7 +725,7 @@ def _backward(
     partial = Launch(
         _partial_backward_kernel, N * t.chunks * t.tiles,
         (C, P, D, G, t.chunks, t.tiles, t.slots, N * C * t.chunks, stride, step),
-        (t.touched, t.steps, *tile, t.full, wide, act, round_before_act), num_warps=_WARPS_BACKWARD,
+        (t.touched, t.steps, _STAGES, *tile, t.full, wide, act, round_before_act), num_warps=_WARPS,
     )  # fmt: skip
     if not need_dx:
         return _Backward((partial,), False, t.chunks, 0, 0)
@@ -721,7 +739,7 @@ def _backward(
     apply = Launch(
         _apply_backward_kernel, programs, (C, P, D, G, blocks, t.tiles, t.slots, stride, programs - 1),
         (t.touched, slots, t.channels, *tile, full, wide, act, round_before_act),
-        num_warps=_WARPS_BACKWARD,
+        num_warps=_WARPS,
     )  # fmt: skip
     launches = (partial, apply) if pool is None else (partial, pool, apply)
     return _Backward(launches, False, t.chunks, 2 * N * G * t.slots, 2 * N * G if pool else 0)
@@ -732,11 +750,12 @@ def group_norm_backward(
     act: int, round_before_act: bool, need_dx: bool, need_dweight: bool, need_dbias: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """``dx``, ``dweight`` and ``dbias``; see ``reference.py``."""
-    channels_last = is_channels_last(x)
-    x, dy = to_layout(x, channels_last), to_layout(dy, channels_last)
+    channels_last, dense, strides = form(x)
+    x = x if dense else to_layout(x, channels_last)
+    dy = dy if dy.stride() == strides else to_layout(dy, channels_last)
     N, C = x.shape[0], x.shape[1]
     nothing = x.new_empty(0, dtype=torch.float32)
-    dx = empty(x, x.shape, channels_last) if need_dx else None
+    dx = torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device) if need_dx else None
     if x.numel() == 0:
         zeros = x.new_zeros(C, dtype=torch.float32)
         return (
@@ -766,9 +785,27 @@ def group_norm_backward(
             plan.launches[-1](*given, part, dx)
     dweight = dbias = nothing
     if sums is not None:
-        totals = sums.view(2, C) if N * plan.chunks == 1 else sums.sum((1, 3))
+        totals = _add_up(sums)
         dweight, dbias = totals[0] if need_dweight else nothing, totals[1] if need_dbias else nothing
     return x.new_empty(0) if dx is None else dx, dweight, dbias
+
+
+def _add_up(sums: Tensor) -> Tensor:
+    """``[2, N, C, chunks]`` summed over the images and the chunks."""
+    _, N, C, chunks = sums.shape
+    if N * chunks == 1:
+        return sums.view(2, C)
+    if N * chunks > _TOTALLED:
+        return sums.sum((1, 3))
+    totals = sums.new_empty(2, C)
+    _totalling(N, C, chunks)(sums, totals)
+    return totals
+
+
+@functools.lru_cache(maxsize=1024)
+def _totalling(N: int, C: int, chunks: int) -> Launch:
+    width = min(power_of_2(chunks), 512)
+    return Launch(_total_kernel, 2 * C, (N, C, chunks), (min(power_of_2(N), 2048 // width), width))
 
 
 def _dense(parameter: Tensor | None) -> Tensor | None:
