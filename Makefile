@@ -7,7 +7,7 @@ JOBS ?= 2
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -q
-NATIVE := $(wildcard src/pixfuse/*/cpu.cpp src/pixfuse/_shared/*.h)
+NATIVE := $(wildcard src/pixfuse/*/*.cpp src/pixfuse/*/*.h)
 CPP_FILES := $(shell git ls-files '*.cpp' '*.h' 2>/dev/null)
 COMPILER := $(shell command -v $${CXX:-c++} || command -v g++ || command -v clang++)
 ifeq ($(COMPILER),)
