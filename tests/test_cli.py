@@ -276,6 +276,12 @@ def test_demo_says_when_the_pictures_are_missing(monkeypatch, tmp_path):
     assert "pip install 'pixfuse[cli]'" in result.output
 
 
+def test_demo_without_such_a_device(tmp_path):
+    result = call("demo", "--device", "nowhere", "--out", tmp_path)
+    assert result.exit_code == 1
+    assert "pixfuse demo: " in result.output
+
+
 def test_psnr():
     x = torch.zeros(1, 3, 4, 4)
     assert demo.psnr(x + 0.2, x) == pytest.approx(20)

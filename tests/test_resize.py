@@ -1,5 +1,8 @@
 """``pixfuse resize``: kinds of pictures, filters, folders, and what it refuses."""
 
+import struct
+import zlib
+
 import numpy as np
 import pytest
 from PIL import Image
@@ -91,6 +94,24 @@ def test_16_bit_greyscale_keeps_its_bits(tmp_path):
         smooth = np.asarray(picture)
     assert smooth.max() == 65535  # saturated, not wrapped
     assert len(np.unique(smooth % 256)) > 2
+
+
+def test_says_what_is_lost(tmp_path):
+    """Pillow has no 16-bit colours, and one picture comes out of an animation."""
+
+    def chunk(kind, data):
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    header = struct.pack(">IIBBBBB", 4, 4, 16, 2, 0, 0, 0)
+    rows = zlib.compress((b"\0" + b"\x12\x34" * 12) * 4)
+    png = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
+    (tmp_path / "deep.png").write_bytes(png)
+    result = done(tmp_path / "deep.png", "--scale", 2, "-o", tmp_path / "out.png")
+    assert "deep.png: Pillow reads its 16-bit colours with 8 bits" in result.output
+    frames = [Image.new("RGB", (4, 4), colour) for colour in ("red", "blue")]
+    frames[0].save(tmp_path / "moves.gif", save_all=True, append_images=frames[1:])
+    result = done(tmp_path / "moves.gif", "--scale", 2, "-o", tmp_path / "still.png")
+    assert "moves.gif: only the first of its frames is taken" in result.output
 
 
 def test_constant_stays_constant(tmp_path):

@@ -292,8 +292,9 @@ def run(*, steps: int, out: Path, device: str, layout: str) -> int:
     """Run the command. Returns its exit status."""
     console = Console()
     try:
+        torch.zeros(1, device=device)
         training, held_out = photographs()
-    except (OSError, FileNotFoundError) as error:
+    except (OSError, RuntimeError, AssertionError) as error:  # no photographs, or no such device
         Console(stderr=True).print(f"pixfuse demo: {error}", style="red", markup=False, soft_wrap=True)
         return 1
     out.mkdir(parents=True, exist_ok=True)

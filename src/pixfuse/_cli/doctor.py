@@ -307,7 +307,7 @@ def _print(console: Console, found: dict[str, Any], rows: list[Row], taken: list
 
     table = Table(title="Self-check against the float64 definition", title_justify="left")
     for name in ("function", "device", "dtype", "backend", *LAYOUTS):
-        table.add_column(name)
+        table.add_column(name, no_wrap=name == "function")
     for row in rows:
         cells = []
         for layout in LAYOUTS:

@@ -145,13 +145,18 @@ def convert(picture: Image.Image, request: Request) -> Image.Image:
     return Image.fromarray(np.ascontiguousarray(values))
 
 
-def load(path: Path) -> tuple[Image.Image, dict[str, Any], int]:
-    """A picture the right way up, what of its metadata goes into the copy, and how many frames the file has."""
+def load(path: Path) -> tuple[Image.Image, dict[str, Any], list[str]]:
+    """A picture the right way up, what of its metadata goes into the copy, and what of the file is lost, in words."""
     try:
         with Image.open(path) as picture:
+            lost = []
+            if picture.mode in ("RGB", "RGBA", "LA") and any(";16" in str(tile[-1]) for tile in picture.tile):
+                lost.append("Pillow reads its 16-bit colours with 8 bits")
+            if getattr(picture, "n_frames", 1) > 1:
+                lost.append("only the first of its frames is taken")
             picture.load()
             kept = {"icc_profile": picture.info["icc_profile"]} if picture.info.get("icc_profile") else {}
-            return ImageOps.exif_transpose(picture), kept, getattr(picture, "n_frames", 1)
+            return ImageOps.exif_transpose(picture), kept, lost
     except UnidentifiedImageError:
         raise Refused("it isn't a picture, or of a kind that Pillow can't read") from None
     except FileNotFoundError:
@@ -239,9 +244,9 @@ def run(inputs: list[Path], out: Path, *, scale: float | None, size: str | None,
                     raise Refused(f"{target} exists; --overwrite allows it to be replaced")
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-                    picture, kept, frames = load(source)
-                    if frames > 1:
-                        console.print(f"{source}: has {frames} frames; only the first is taken", markup=False)
+                    picture, kept, lost = load(source)
+                    for words in lost:
+                        errors.print(f"{source}: {words}", style="yellow", markup=False, soft_wrap=True)
                     result = convert(picture, request)
                     _save(result, target, kept)
             except Refused as error:
