@@ -477,6 +477,7 @@ def test_resnet_block(params: dict[str, Any], inputs: Any) -> None:
     elif "resize" in params:
         expected["downsample"] = "Downsample2D: upfirdn2d"
     assert report.replaced == expected
+    assert report.left == {}
     pixfuse.patch(model)
     assert isinstance(model, ResnetBlock2D)
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
