@@ -314,6 +314,8 @@ def _patch_blocks(paths: _Paths, report: Report) -> None:
 def _patch_pairs(paths: _Paths, report: Report) -> None:
     """Fuse every GroupNorm with the SiLU that is proven to follow it."""
     for path, parent in list(paths.items()):
+        if original_of(type(parent)) is not None:
+            continue
         prefix = "" if path == "(the model)" else f"{path}."
         owner, _, name = path.rpartition(".")
         apart = _taken_apart(paths.get(owner or "(the model)"), name)
