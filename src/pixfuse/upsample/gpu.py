@@ -444,6 +444,15 @@ def _resampling(
     )  # fmt: skip
 
 
+_captured: set[Tensor] = set()
+
+
+def _keep(x: Tensor, *tables: Tensor) -> None:
+    """A captured CUDA graph reads its tables at every replay, so they must outlive the caches."""
+    if x.is_cuda and torch.cuda.is_current_stream_capturing():
+        _captured.update(tables)
+
+
 def _is_double(
     small: Sequence[int], large: Sequence[int], mode: int, rest: tuple[bool, bool], scale: Sequence[float]
 ) -> bool:
@@ -524,6 +533,7 @@ def _resize(
         if back:
             count = 4 if mode == LINEAR else 8
             down, across = (_windows(n, mode, count, x.device) for n in small.shape[2:])
+            _keep(x, across, down)
             launch(x, across, down, y)
         else:
             launch(x, y)
@@ -532,6 +542,7 @@ def _resize(
         _table(*((o, i) if back else (i, o)), float(s), mode, *rest, back, x.device)
         for i, o, s in zip(x.shape[2:], sizes, scale, strict=True)
     ]
+    _keep(x, *(a for t in tables if t for a in t))
     counts = [1 if t is None else t[2].shape[0] for t in tables]
     copy = (mode in (NEAREST, NEAREST_EXACT) and not back) or not any(tables)
     if math.prod(counts) > _TAPS:
