@@ -78,15 +78,21 @@ inline void store_half_row(const float* in, float16* out, int64_t n) { store_row
 
 template <class T>
 void load_row(const T* in, acc_t<T>* out, int64_t n) {
-  if constexpr (std::is_same_v<T, float16>) load_half_row(in, out, n);
-  else if constexpr (std::is_same_v<T, bfloat16>) load_row_plain(in, out, n);
-  else std::copy(in, in + n, out);
+  if constexpr (std::is_same_v<T, float16>)
+    load_half_row(in, out, n);
+  else if constexpr (std::is_same_v<T, bfloat16>)
+    load_row_plain(in, out, n);
+  else
+    std::copy(in, in + n, out);
 }
 template <class T>
 void store_row(const acc_t<T>* in, T* out, int64_t n) {
-  if constexpr (std::is_same_v<T, float16>) store_half_row(in, out, n);
-  else if constexpr (std::is_same_v<T, bfloat16>) store_row_plain(in, out, n);
-  else std::copy(in, in + n, out);
+  if constexpr (std::is_same_v<T, float16>)
+    store_half_row(in, out, n);
+  else if constexpr (std::is_same_v<T, bfloat16>)
+    store_row_plain(in, out, n);
+  else
+    std::copy(in, in + n, out);
 }
 
 }  // namespace

@@ -143,8 +143,10 @@ View view_of(const Tensor& t, int64_t dim, bool has_bias, bool channels_last) {
   view.channels = t.size(dim);
   bool before = true;
   auto visit = [&](int64_t d) {
-    if (d == dim) before = false;
-    else (before ? view.outer : view.inner) *= t.size(d);
+    if (d == dim)
+      before = false;
+    else
+      (before ? view.outer : view.inner) *= t.size(d);
   };
   for (int64_t d = 0; d < t.dim(); ++d) {
     if (!(channels_last && d == 1)) visit(d);
@@ -354,8 +356,8 @@ Tensor bias_act_second_cpu(const Tensor& v_any, const Tensor& dy_any, const Tens
   const bool channels_last = is_channels_last(x_any);
   const Tensor x = to_dense(x_any, channels_last);
   const Tensor v = to_dense(v_any, channels_last), dy = to_dense(dy_any, channels_last);
-  STD_TORCH_CHECK(v.scalar_type() == x.scalar_type() && dy.scalar_type() == x.scalar_type() &&
-                      v.numel() == x.numel() && dy.numel() == x.numel(),
+  STD_TORCH_CHECK(v.scalar_type() == x.scalar_type() && dy.scalar_type() == x.scalar_type() && v.numel() == x.numel() &&
+                      dy.numel() == x.numel(),
                   "bias_act_second: v and dy must have the dtype and size of x");
   Tensor ddx = empty_dense(x, sizes_of(x), channels_last);
   const View view = view_of(x, dim, b.has_value(), channels_last);

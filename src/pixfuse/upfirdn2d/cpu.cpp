@@ -121,12 +121,18 @@ void weigh_some(int64_t k, const Src* const* src, int64_t src_step, const A* w, 
                 Dst* out, int64_t out_step, int64_t count, int64_t n) {
   auto call = [&](auto rows) { rows(src, src_step, w, base, base_step, out, out_step, count, n); };
   switch (k) {
-    case 1: return call(weigh_rows<Src, Dst, A, 1, kAdd, kBlocks>);
-    case 2: return call(weigh_rows<Src, Dst, A, 2, kAdd, kBlocks>);
-    case 3: return call(weigh_rows<Src, Dst, A, 3, kAdd, kBlocks>);
-    case 4: return call(weigh_rows<Src, Dst, A, 4, kAdd, kBlocks>);
-    case 5: return call(weigh_rows<Src, Dst, A, 5, kAdd, kBlocks>);
-    default: return call(weigh_rows<Src, Dst, A, 6, kAdd, kBlocks>);
+    case 1:
+      return call(weigh_rows<Src, Dst, A, 1, kAdd, kBlocks>);
+    case 2:
+      return call(weigh_rows<Src, Dst, A, 2, kAdd, kBlocks>);
+    case 3:
+      return call(weigh_rows<Src, Dst, A, 3, kAdd, kBlocks>);
+    case 4:
+      return call(weigh_rows<Src, Dst, A, 4, kAdd, kBlocks>);
+    case 5:
+      return call(weigh_rows<Src, Dst, A, 5, kAdd, kBlocks>);
+    default:
+      return call(weigh_rows<Src, Dst, A, 6, kAdd, kBlocks>);
   }
 }
 
@@ -226,16 +232,19 @@ constexpr int64_t kDirect = 8;
 
 enum class Use { kInPlace, kConverted, kFull, kGradient };  // what is kept of the inputs: nothing, rows, rows, a row
 
-// How an image is cut: an item is a band of `height` output rows, `width` outputs of each and `chunk` channels. A row at
-// work holds `pitch` pixels, the tile's inputs and zeros beyond the image; `stack` rows lie one after another, and if
-// `split` is more than 1 the pixels s, s + split, s + 2 * split, ... of all of them come first for s = 0, then for 1, ...
+// How an image is cut: an item is a band of `height` output rows, `width` outputs of each and `chunk` channels. A row
+// at work holds `pitch` pixels, the tile's inputs and zeros beyond the image; `stack` rows lie one after another, and
+// if `split` is more than 1 the pixels s, s + split, s + 2 * split, ... of all of them come first for s = 0, then for
+// 1, ...
 struct Tiles {
   int64_t channels, chunk, blocks, width, tiles, height, bands, split, pitch, stack, ring;
 
   Tiles(const Axis& v, const Axis& h, int64_t channels, Use use) : channels(channels) {
     constexpr int64_t kNarrowest = 8, kFewest = 4, kBand = 1 << 12;  // values
     const bool keeps_rows = use == Use::kConverted || use == Use::kFull;
-    const auto inputs_of = [](const Axis& axis, int64_t outputs) { return (outputs * axis.down + axis.k) / axis.up + 1; };
+    const auto inputs_of = [](const Axis& axis, int64_t outputs) {
+      return (outputs * axis.down + axis.k) / axis.up + 1;
+    };
     const int64_t rows = !keeps_rows ? 1 : v.most_taps() + (use == Use::kFull ? kFewest : 0);
     const auto kept = [&](int64_t outputs) { return inputs_of(h, outputs) * (rows + 1) + outputs; };
     const int64_t values = rows == 1 ? 1 << 15 : 1 << 13;
@@ -341,12 +350,23 @@ struct RowFilter {
       const int64_t pairs = place.n / 2;
       auto run = [&](auto rows) { rows(even, odd, row_step, taps(0), taps(1), y, y_row, count, pairs); };
       switch (axis.count[0]) {
-        case 1: run(up2_rows<Dst, A, 1>); break;
-        case 2: run(up2_rows<Dst, A, 2>); break;
-        case 3: run(up2_rows<Dst, A, 3>); break;
-        case 4: run(up2_rows<Dst, A, 4>); break;
-        case 5: run(up2_rows<Dst, A, 5>); break;
-        default: run(up2_rows<Dst, A, 6>);
+        case 1:
+          run(up2_rows<Dst, A, 1>);
+          break;
+        case 2:
+          run(up2_rows<Dst, A, 2>);
+          break;
+        case 3:
+          run(up2_rows<Dst, A, 3>);
+          break;
+        case 4:
+          run(up2_rows<Dst, A, 4>);
+          break;
+        case 5:
+          run(up2_rows<Dst, A, 5>);
+          break;
+        default:
+          run(up2_rows<Dst, A, 6>);
       }
       if (place.n % 2) {
         const int64_t k = find(seen, seen_count, 0, 0, pairs);
@@ -431,8 +451,10 @@ struct Filter {
         for (int64_t b = 0; b < w; ++b) taps[a * w + b] = A(from[a * stride_h + b * stride_w]);
       }
     };
-    if (f.scalar_type() == ScalarType::Double) fill(data<double>(f));
-    else fill(data<float>(f));
+    if (f.scalar_type() == ScalarType::Double)
+      fill(data<double>(f));
+    else
+      fill(data<float>(f));
     return taps;
   }
 
@@ -524,7 +546,8 @@ void for_groups(const Axis& v, int64_t begin, int64_t n, const F& f) {
   }
 }
 
-// Call band(b) for the items from .. to - 1, which are the bands of one tile after another; enter(run) before each tile.
+// Call band(b) for the items from .. to - 1, which are the bands of one tile after another; enter(run) before each
+// tile.
 template <class Enter, class Band>
 void for_items(int64_t from, int64_t to, int64_t bands, const Enter& enter, const Band& band) {
   for (int64_t item = from; item < to;) {
@@ -552,8 +575,10 @@ struct Sink {
     out = y.at(place.image, first_row, place.begin) + place.channel(t);
     step = kConvert ? place.chunk : y.channels;
     row = (kConvert ? place.n : y.width) * step;
-    if constexpr (kConvert) to = rows.data();
-    else to = out;
+    if constexpr (kConvert)
+      to = rows.data();
+    else
+      to = out;
   }
   void close(const Place& place, int64_t count) {
     if constexpr (kConvert) {
@@ -644,8 +669,8 @@ void separable_rows(const Image<const T>& x, const Image<T>& y, const Axis& v, c
 }
 
 template <class T>
-void full_rows(const Image<const T>& x, const Image<T>& y, const Axis& v, const Axis& h,
-               const Filter<acc_t<T>>& filter, int64_t images) {
+void full_rows(const Image<const T>& x, const Image<T>& y, const Axis& v, const Axis& h, const Filter<acc_t<T>>& filter,
+               int64_t images) {
   using A = acc_t<T>;
   const FullWeights<A> weights(v, h, filter.full);
   const Tiles tiles(v, h, x.channels, Use::kFull);
@@ -691,9 +716,9 @@ void full_rows(const Image<const T>& x, const Image<T>& y, const Axis& v, const 
 void check_filter(const std::optional<Tensor>& f, ScalarType dtype) {
   if (!f) return;
   STD_TORCH_CHECK((f->dim() == 1 || f->dim() == 2) && f->numel() > 0, "upfirdn2d: f must have shape [kh, kw] or [k]");
-  STD_TORCH_CHECK(f->scalar_type() == ScalarType::Float ||
-                      (f->scalar_type() == ScalarType::Double && dtype == ScalarType::Double),
-                  "upfirdn2d: f must be float32 (or float64 for float64 x)");
+  STD_TORCH_CHECK(
+      f->scalar_type() == ScalarType::Float || (f->scalar_type() == ScalarType::Double && dtype == ScalarType::Double),
+      "upfirdn2d: f must be float32 (or float64 for float64 x)");
   STD_TORCH_CHECK(f->is_cpu(), "upfirdn2d: f must be on the device of x");
 }
 
