@@ -71,19 +71,38 @@ class Launch:
                 self._launch(device, tensors)
 
     def _launch(self, device: int, tensors: tuple[Tensor | None, ...]) -> None:
-        pointers = [None if t is None else t.data_ptr() for t in tensors]
-        aligned = all(p is None or p % ALIGNMENT == 0 for p in pointers)
-        key = (device, *[None if t is None else t.dtype for t in tensors])
-        compiled = self._compiled.get(key) if aligned else None
+        pointers: list[int | None] = []
+        key: list[Any] = [device]
+        bits = 0
+        for t in tensors:
+            if t is None:
+                pointers.append(None)
+                key.append(None)
+            else:
+                pointer = t.data_ptr()
+                pointers.append(pointer)
+                key.append(t.dtype)
+                bits |= pointer
+        compiled = self._compiled.get(tuple(key)) if bits % ALIGNMENT == 0 else None
         if compiled is not None:
-            compiled(*pointers, *self.arguments)
+            compiled(driver.active.get_current_stream(device), *pointers, *self.arguments)
             return
         kernel = self._first(tensors)
-        if aligned and kernel is not None:
-            self._compiled[key] = kernel[(self.programs, 1, 1)]
+        if bits % ALIGNMENT == 0 and kernel is not None:
+            self._compiled[tuple(key)] = _bound(kernel, self.programs)
 
     def _first(self, tensors: tuple[Tensor | None, ...]) -> Any:
         return self.kernel[(self.programs, 1, 1)](*tensors, *self.arguments, **self.options)
+
+
+def _bound(kernel: Any, programs: int) -> Callable[..., None]:
+    """What launches a compiled kernel on a stream, without the hooks that Triton's profilers may set."""
+    run, function, metadata = kernel.run, kernel.function, kernel.packed_metadata
+
+    def launch(stream: int, *arguments: Any) -> None:
+        run(programs, 1, 1, stream, function, metadata, None, None, None, *arguments)
+
+    return launch
 
 
 class Form(NamedTuple):

@@ -19,8 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .._shared.gpu import Launch
-from .._shared.layout import empty, is_channels_last, to_layout
+from .._shared.gpu import Launch, form, new
+from .._shared.layout import to_layout
 from ..upfirdn2d import upfirdn2d
 from ..upfirdn2d.op import filter_size
 
@@ -197,7 +197,7 @@ def _filtered_lrelu_kernel(
     out_row = segment * out_rows - OLD - WARM * NEW
     out_end = tl.minimum(segment * out_rows + out_rows, out_h)
 
-    limit = tl.full([THREADS], limit, tl.float32)
+    limit = tl.where(alive, limit, 0.0)  # a tensor, so that clamping to [0 - limit, limit] is one instruction
     x_weights = _weights(fx_ptr, KX, FLIP_X, THREADS)
     d_weights = _weights(fd_ptr, KD, FLIP_D, THREADS)
     x_row = tl.where(
@@ -216,7 +216,7 @@ def _filtered_lrelu_kernel(
     y_ptr += ((plane * out_h + out_row) * out_w + column) * inner + channel
     sums = _zeros(OLD * B, THREADS)
 
-    for _step in range(steps):
+    for step in range(steps):
         x_rows = x_rows[STEP // UX * X_COLUMNS :] + _rows(
             x_ptr, x_row, x_h, x_column, x_w, inner, bias, BIAS, STEP // UX, X_COLUMNS
         )
@@ -228,47 +228,52 @@ def _filtered_lrelu_kernel(
             )
             v_row += STEP // UV
             v_ptr += tl.cast(v_w, tl.int64) * (STEP // UV) * inner
-        sums = sums + _zeros(NEW * B, THREADS)
+        if step >= WARM:
+            sums = sums + _zeros(NEW * B, THREADS)
 
-        for s in tl.static_range(STEP):
-            samples = _upsampled(x_rows, x_weights, s, UX, KX, PAD_XX, PAD_XY, X_COLUMNS, WIDTH)
-            if TWO:
-                values = _upsampled(v_rows, v_weights, s, UV, KV, PAD_VX, PAD_VY, V_COLUMNS, WIDTH)
-                bent = _scaled(values, samples, slope, limit, CLAMP)
-            else:
-                bent = _activated(samples, slope, limit, CONVEX, CLAMP)
-            across = ()
-            for p in tl.static_range(B):
-                total = tl.full([THREADS], 0.0, tl.float32)
-                for c in tl.static_range(KD):
-                    total += d_weights[c] * bent[p * D + c]
-                across = across + (total,)
-            added = ()
-            for k in tl.static_range(OLD + NEW):  # output k - OLD of this step sees the row as its s - (k - OLD) * D
-                for p in tl.static_range(B):
-                    if s - (k - OLD) * D >= 0 and s - (k - OLD) * D < KD:
-                        added = added + (sums[k * B + p] + d_weights[s - (k - OLD) * D] * across[p],)
-                    else:
-                        added = added + (sums[k * B + p],)
-            sums = added
-
-        for k in tl.static_range(NEW):
-            inside = alive & (out_row + k >= segment * out_rows) & (out_row + k < out_end)
-            for p in tl.static_range(0, B, OUT_UNIT):
-                offset = (tl.cast(out_w, tl.int64) * k + p) * inner
-                mask = inside & (column + p < out_w)
-                if OUT_UNIT == 1:
-                    tl.store(y_ptr + offset, (sums[k * B + p] * scale).to(y_ptr.dtype.element_ty), mask)
+            for s in tl.static_range(STEP):
+                samples = _upsampled(x_rows, x_weights, s, UX, KX, PAD_XX, PAD_XY, X_COLUMNS, WIDTH)
+                if TWO:
+                    values = _upsampled(v_rows, v_weights, s, UV, KV, PAD_VX, PAD_VY, V_COLUMNS, WIDTH)
+                    bent = _scaled(values, samples, slope, limit, CLAMP)
                 else:
-                    unit = tl.arange(0, OUT_UNIT)[None, :]
-                    if OUT_UNIT == 2:
-                        out = tl.join(sums[k * B + p], sums[k * B + p + 1])
+                    bent = _activated(samples, slope, limit, CONVEX, CLAMP)
+                across = ()
+                for p in tl.static_range(B):
+                    total = tl.full([THREADS], 0.0, tl.float32)
+                    for c in tl.static_range(KD):
+                        total += d_weights[c] * bent[p * D + c]
+                    across = across + (total,)
+                added = ()
+                for k in tl.static_range(
+                    OLD + NEW
+                ):  # output k - OLD of this step sees the row as its s - (k - OLD) * D
+                    for p in tl.static_range(B):
+                        if s - (k - OLD) * D >= 0 and s - (k - OLD) * D < KD:
+                            added = added + (sums[k * B + p] + d_weights[s - (k - OLD) * D] * across[p],)
+                        else:
+                            added = added + (sums[k * B + p],)
+                sums = added
+
+            for k in tl.static_range(NEW):
+                inside = alive & (out_row + k >= segment * out_rows) & (out_row + k < out_end)
+                for p in tl.static_range(0, B, OUT_UNIT):
+                    offset = (tl.cast(out_w, tl.int64) * k + p) * inner
+                    mask = inside & (column + p < out_w)
+                    if OUT_UNIT == 1:
+                        tl.store(y_ptr + offset, (sums[k * B + p] * scale).to(y_ptr.dtype.element_ty), mask)
                     else:
-                        even = tl.join(sums[k * B + p], sums[k * B + p + 2])
-                        odd = tl.join(sums[k * B + p + 1], sums[k * B + p + 3])
-                        out = tl.join(even, odd).reshape([THREADS, 4])
-                    tl.store(y_ptr[:, None] + (offset + unit), (out * scale).to(y_ptr.dtype.element_ty), mask[:, None])
-        sums = sums[NEW * B :]
+                        unit = tl.arange(0, OUT_UNIT)[None, :]
+                        if OUT_UNIT == 2:
+                            out = tl.join(sums[k * B + p], sums[k * B + p + 1])
+                        else:
+                            even = tl.join(sums[k * B + p], sums[k * B + p + 2])
+                            odd = tl.join(sums[k * B + p + 1], sums[k * B + p + 3])
+                            out = tl.join(even, odd).reshape([THREADS, 4])
+                        tl.store(
+                            y_ptr[:, None] + (offset + unit), (out * scale).to(y_ptr.dtype.element_ty), mask[:, None]
+                        )
+            sums = sums[NEW * B :]
         out_row += NEW
         y_ptr += tl.cast(out_w, tl.int64) * NEW * inner
 
@@ -305,8 +310,8 @@ def filtered_lrelu(
     clamp: float,
 ) -> Tensor:
     """``D act(U (x + b))``, in the layout of ``x``."""
-    channels_last = is_channels_last(x)
-    x = to_layout(x, channels_last)
+    channels_last, dense, _ = form(x)
+    x = x if dense else to_layout(x, channels_last)
     n, c, h, w = x.shape
     of_x = _Stream(h, w, up, _taps(fu), pad_x, pad_y, flip)
     shape = (n, c, out_h, out_w, channels_last)
@@ -317,7 +322,7 @@ def filtered_lrelu(
         t = gain * torch.where(t > 0, t, t * slope)
         t = t.clamp(-clamp, clamp) if clamp >= 0 else t
         return _resample(t, fd, 1, down, 0, 0, out_w, out_h, flip, 1.0).to(x.dtype)
-    y = empty(x, shape[:4], channels_last)
+    y = new(x, shape[:4], channels_last)
     launch(x, b, _filter(fu, x), None, None, _filter(fd, x), y)
     return y
 
@@ -340,8 +345,8 @@ def filtered_lrelu_tangent(
     clamp: float,
 ) -> Tensor:
     """``D (m(U (x + b)) * U v)``, in the layout of ``x``."""
-    channels_last = is_channels_last(x)
-    x, v = to_layout(x, channels_last), to_layout(v, channels_last)
+    channels_last, dense, _ = form(x)
+    x, v = x if dense else to_layout(x, channels_last), to_layout(v, channels_last)
     n, c, h, w = x.shape
     of_x = _Stream(h, w, up, _taps(fu), pad_x, pad_y, flip)
     shape = (n, c, out_h, out_w, channels_last)
@@ -351,7 +356,7 @@ def filtered_lrelu_tangent(
         t = _resample(_biased(x, b), fu, up, 1, pad_x, pad_y, *u, flip, up * up)
         t = _factor(t, gain, slope, clamp) * _resample(v.float(), fu, up, 1, pad_x, pad_y, *u, flip, up * up)
         return _resample(t, fd, 1, down, 0, 0, out_w, out_h, flip, 1.0).to(x.dtype)
-    y = empty(x, shape[:4], channels_last)
+    y = new(x, shape[:4], channels_last)
     fu = _filter(fu, x)
     launch(x, b, fu, v, fu, _filter(fd, x), y)
     return y
@@ -375,8 +380,8 @@ def filtered_lrelu_backward(
     clamp: float,
 ) -> Tensor:
     """``Uᵀ (m(U (x + b)) * Dᵀ dy)``, in the layout of ``x``."""
-    channels_last = is_channels_last(x)
-    x, dy = to_layout(x, channels_last), to_layout(dy, channels_last)
+    channels_last, dense, _ = form(x)
+    x, dy = x if dense else to_layout(x, channels_last), to_layout(dy, channels_last)
     n, c, h, w = x.shape
     ku, kd = _taps(fu), _taps(fd)
     # Samples are counted from the first that the transposed upsampling reads, which is ku - 1 - pad before the image.
@@ -390,7 +395,7 @@ def filtered_lrelu_backward(
         t = _factor(t, gain, slope, clamp) * _resample(dy.float(), fd, down, 1, kw - 1, kh - 1, *u, not flip, 1.0)
         kw, kh = filter_size(fu)
         return _resample(t, fu, 1, up, kw - 1 - pad_x, kh - 1 - pad_y, w, h, not flip, up * up).to(x.dtype)
-    dx = empty(x, x.shape, channels_last)
+    dx = new(x, x.shape, channels_last)
     fu = _filter(fu, x)
     launch(x, b, fu, dy, _filter(fd, x), fu, dx)
     return dx

@@ -18,13 +18,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .._shared.gpu import Launch, power_of_2
+from .._shared.gpu import Launch, form, power_of_2
 from .._shared.layout import dense_strides, is_channels_last, to_layout
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 _UNROLLED_PRODUCTS = 1024  # multiply-adds per thread beyond which _polyphase_kernel is not unrolled
-_UNROLLED_BYTES = 600  # of window that a thread may hold in registers
+_UNROLLED_BYTES = 800  # of window that a thread may hold in registers
 _FUSED_PRODUCTS = 40  # multiply-adds per output beyond which a separable filter takes two passes
 
 
@@ -404,10 +404,9 @@ def _plan(
     flip: bool,
     gain: float,
 ) -> _Plan:
-    channels_last = is_channels_last(torch.empty_strided(size, strides, device="meta"))
+    channels_last, dense, _ = form(torch.empty_strided(size, strides, device="meta"))
     n, c, h, w = size
     shape = (n, c, out_h, out_w)
-    dense = dense_strides(size, channels_last) == strides
     ky, kx = (1, 1) if taps is None else taps * 2 if len(taps) == 1 else taps
     separable = taps is not None and len(taps) == 1
     result = (channels_last, dense, shape, dense_strides(shape, channels_last))
@@ -503,21 +502,23 @@ def _tile(
     """The tile for one class of shapes, None if a thread would need too many registers or products."""
     unit_x, unit_y = up_x // math.gcd(up_x, down_x), up_y // math.gcd(up_y, down_y)
     narrow = element_size == 2
+    same = up_x == down_x and up_y == down_y
     # The fastest on an H200 for 4x4 taps, of those in docs/measurements/h200-fir.md.
     if channels_last:
         vector = math.gcd(channels, 4)
-        wide, high = (2, 2) if not narrow else (4, 2) if down_x > 1 else (2, 8)
+        if narrow:
+            wide, high = (4, 2) if down_x > 1 else (2, 8)
+        else:
+            wide, high = (4, 4) if same else (2, 2)
     else:
         vector = 1
-        wide, high = max(16 // element_size // down_x, 1), 4
-        if down_x > 1 and not narrow:
-            high = 8
-        elif up_x == down_x and narrow:
-            high = 6
-    if kx == 1:
-        high *= 2
-    elif ky == 1:
-        wide = min(2 * wide, 8)
+        wide = max(16 // element_size // down_x, 1)
+        high = 8 if down_x > 1 and not narrow else 6 if same and narrow else 4
+    # One of two passes has neighbours along one axis only.
+    if kx == 1 and ky > 1:
+        wide, high = 1 if channels_last else wide, 8
+    elif ky == 1 and kx > 1:
+        wide, high = 8 if channels_last else max(min(8, 8 * up_x // down_x), 1), 1 if channels_last else 2
     while True:
         block_x, block_y = max(wide // unit_x, 1) * unit_x, max(high // unit_y, 1) * unit_y
         columns = ((block_x - 1) * down_x + kx) / up_x
