@@ -480,7 +480,7 @@ def _plan(
     blocks = -(-out_w // block)
     new, old = step // down, (taps - 1) // down
     warm = max(-(-_span(s.taps, step, s.pad_y % s.up, s.up) // (step // s.up)) - 1 for s in streams)
-    segments = _segments(max(planes * blocks * inner, 1), out_h, old + warm * new)
+    segments = _segments(max(planes * blocks * inner, 1), out_h, old + warm * new // 2)
     out_rows = -(-out_h // (segments * new)) * new  # of a segment, which begins where a step does
     segments, steps = -(-out_h // out_rows), warm + -(-(out_rows + old) // new)
     scale = gain * x.up**2  # the factor of act and of the upsampling filter
@@ -509,10 +509,10 @@ def _plan(
 def _segments(threads: int, rows: int, overhead: int) -> int:
     """Into how many segments to cut the rows: each begins with ``overhead`` rows for nothing, few keep the GPU busy.
 
-    0.8 fits the times of 1 to 6 segments on an H200 for the three shapes of docs/measurements/h200-fir.md.
+    0.7 fits the times of 1 to 8 segments on an H200 for the three shapes of docs/measurements/h200-fir.md.
     """
     waves = threads / _RESIDENT
-    return min(range(1, min(rows, 64) + 1), key=lambda n: (1 + overhead * n / rows) * (1 + 0.8 / (waves * n)))
+    return min(range(1, min(rows, 64) + 1), key=lambda n: (1 + overhead * n / rows) * (1 + 0.7 / (waves * n)))
 
 
 def _span(taps: int, samples: int, pad: int, up: int) -> int:
