@@ -29,7 +29,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _REGISTERS = 255  # values that a thread may hold, as _block counts them
 _SPILLING = 330  # and what it may hold where the alternative is no kernel at all
 _THREADS = 32  # one warp a program: with so many registers, that fills a multiprocessor best
-_RESIDENT = 132 * 9 * 32  # threads that an H200 runs at a time
+_RESIDENT = 132 * 9 * 32  # about the threads that an H200 runs at a time
 
 
 @triton.jit
@@ -72,7 +72,9 @@ def _upsampled(
     PAD_Y: tl.constexpr,
     COLUMNS: tl.constexpr,
     WIDTH: tl.constexpr,
-):  # WIDTH samples of the upsampled row S of a step, from all input rows that it needs: columns first, then the row
+):
+    # WIDTH samples of the upsampled row S of a step, from all input rows that it needs: columns first, then the row.
+    # Not by tl.fma: LLVM would vectorise that into more instructions and registers; a * b + c becomes an FMA as well.
     between = ()
     for c in tl.static_range(COLUMNS):
         total = tl.full(rows[0].shape, 0.0, tl.float32)
@@ -200,9 +202,8 @@ def _filtered_lrelu_kernel(
     limit = tl.where(alive, limit, 0.0)  # a tensor, so that clamping to [0 - limit, limit] is one instruction
     x_weights = _weights(fx_ptr, KX, FLIP_X, THREADS)
     d_weights = _weights(fd_ptr, KD, FLIP_D, THREADS)
-    x_row = tl.where(
-        alive, segment * (out_rows * D // UX) - shift_xy + X_ROWS - (WARM + 1) * (STEP // UX), x_h
-    )  # no row of a thread too many is inside
+    # A thread too many begins below the image, where it loads nothing.
+    x_row = tl.where(alive, segment * (out_rows * D // UX) - shift_xy + X_ROWS - (WARM + 1) * (STEP // UX), x_h)
     x_column = block * (B * D // UX) - shift_xx
     x_ptr += ((plane * x_h + x_row) * x_w + x_column) * inner + channel
     x_rows = _zeros(X_ROWS * X_COLUMNS, THREADS)
@@ -245,9 +246,7 @@ def _filtered_lrelu_kernel(
                         total += d_weights[c] * bent[p * D + c]
                     across = across + (total,)
                 added = ()
-                for k in tl.static_range(
-                    OLD + NEW
-                ):  # output k - OLD of this step sees the row as its s - (k - OLD) * D
+                for k in tl.static_range(OLD + NEW):  # for output k - OLD the row is number s - (k - OLD) * D
                     for p in tl.static_range(B):
                         if s - (k - OLD) * D >= 0 and s - (k - OLD) * D < KD:
                             added = added + (sums[k * B + p] + d_weights[s - (k - OLD) * D] * across[p],)
