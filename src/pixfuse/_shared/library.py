@@ -60,8 +60,10 @@ class Op:
             return self.reference(*args)
         if torch._C._functorch.peek_interpreter_stack() is not None:
             return self.function.apply(*args)
-        if torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args):
-            return self.overload(*args)
+        if torch.is_grad_enabled():
+            for a in args:  # a generator would cost a microsecond
+                if isinstance(a, Tensor) and a.requires_grad:
+                    return self.overload(*args)
         # Nothing to record: skip autograd's Python wrapper, which costs more than a small kernel.
         with torch._C._AutoDispatchBelowAutograd():
             return self.overload(*args)

@@ -12,9 +12,9 @@ from .._shared.timing import BenchRow, rows_of
 from .filters import setup_filter
 from .op import upfirdn2d
 
-# name: up, down, padding, gain, and the input of the CPU and of the GPU rows
+# name: up, down, padding, gain, and the input of the CPU rows (outputs under 16 MiB) and of the GPU rows
 _WORK = {
-    "up2": (2, 1, [2, 1, 2, 1], 4.0, (4, 32, 128, 128), (16, 32, 512, 512)),
+    "up2": (2, 1, [2, 1, 2, 1], 4.0, (1, 32, 128, 128), (16, 32, 512, 512)),
     "down2": (1, 2, [1, 1, 1, 1], 1.0, (4, 32, 128, 128), (16, 32, 1024, 1024)),
     "blur": (1, 1, [2, 1, 2, 1], 1.0, (4, 32, 128, 128), (16, 32, 1024, 1024)),
 }
