@@ -19,7 +19,7 @@ namespace pixfuse {
 namespace {
 
 constexpr int64_t kPiece = 2048;      // values of an accumulated piece of a row, so that it stays in L1 with its sources
-constexpr int64_t kLongTaps = 65536;  // and if a single output needs more than kPiece: at most so many at once
+constexpr int64_t kLanes = 32;        // channels that a loop of fixed length takes
 constexpr int64_t kInner = 256;       // channels of a piece
 
 PIXFUSE_INLINE float fetch(uint8_t v) { return float(v); }
@@ -147,28 +147,64 @@ PIXFUSE_CLONES void halve_row(const acc_t<T>* __restrict s, const acc_t<T>* __re
   }
 }
 
-// y[j] = sum_k w[k * stride + j] * s[index[k * stride + j] - base]
-template <class T, int fixed>
-PIXFUSE_CLONES void gather_row(const acc_t<T>* __restrict s, const int32_t* __restrict index, int32_t base, const acc_t<T>* __restrict w, int64_t stride,
-                               int64_t taps, T* __restrict y, int64_t n) {
-  using A = acc_t<T>;
-  if constexpr (fixed > 0) {
-    for (int64_t j = 0; j < n; ++j) {
-      A v = w[j] * s[index[j] - base];
-      for (int k = 1; k < fixed; ++k) v += w[k * stride + j] * s[index[k * stride + j] - base];
-      y[j] = round_to<T>(v);
-    }
-  } else {
-    constexpr int64_t kBlock = 128;
-    for (int64_t j0 = 0; j0 < n; j0 += kBlock) {
-      const int64_t m = std::min(kBlock, n - j0);
-      alignas(64) A sum[kBlock] = {};
-      for (int64_t k = 0; k < taps; ++k) {
-        const A* wk = w + k * stride + j0;
-        const int32_t* at = index + k * stride + j0;
-        for (int64_t j = 0; j < m; ++j) sum[j] += wk[j] * s[at[j] - base];
+// The same two for pixels of `inner` channels.
+template <class T, int taps>
+PIXFUSE_CLONES void double_pixels(const acc_t<T>* __restrict s0, const acc_t<T>* __restrict s1,
+                                  const acc_t<T>* __restrict w, int64_t inner, T* __restrict y, int64_t n) {
+  for (int64_t i = 0; i < n; ++i, s0 += inner, s1 += inner, y += 2 * inner) {
+    auto one = [&](int64_t c) __attribute__((always_inline)) {
+      acc_t<T> even = w[0] * s0[c], odd = w[taps] * s1[c];
+      for (int k = 1; k < taps; ++k) {
+        even += w[k] * s0[k * inner + c];
+        odd += w[taps + k] * s1[k * inner + c];
       }
-      for (int64_t j = 0; j < m; ++j) y[j0 + j] = round_to<T>(sum[j]);
+      y[c] = round_to<T>(even);
+      y[inner + c] = round_to<T>(odd);
+    };
+    int64_t c = 0;
+    for (; c + kLanes <= inner; c += kLanes) {
+      for (int64_t l = 0; l < kLanes; ++l) one(c + l);
+    }
+    for (; c < inner; ++c) one(c);
+  }
+}
+
+template <class T, int taps>
+PIXFUSE_CLONES void halve_pixels(const acc_t<T>* __restrict s, const acc_t<T>* __restrict w, int64_t inner,
+                                 T* __restrict y, int64_t n) {
+  for (int64_t i = 0; i < n; ++i, s += 2 * inner, y += inner) {
+    auto one = [&](int64_t c) __attribute__((always_inline)) {
+      acc_t<T> v = w[0] * s[c];
+      for (int k = 1; k < taps; ++k) v += w[k] * s[k * inner + c];
+      y[c] = round_to<T>(v);
+    };
+    int64_t c = 0;
+    for (; c + kLanes <= inner; c += kLanes) {
+      for (int64_t l = 0; l < kLanes; ++l) one(c + l);
+    }
+    for (; c < inner; ++c) one(c);
+  }
+}
+
+// Pixels of few channels, in the compute type: there is nothing to vectorise.
+template <class A, int inner>
+PIXFUSE_CLONES void few_row(const A* __restrict s, const int64_t* start, const int64_t* stop, int64_t base,
+                            const A* __restrict w, int64_t k_max, A* __restrict y, int64_t n) {
+  for (int64_t o = 0; o < n; ++o, w += k_max, y += inner) {
+    const A* from = s + (start[o] - base) * inner;
+    const int64_t count = stop[o] - start[o];
+    if (count == 2) {
+      for (int c = 0; c < inner; ++c) y[c] = w[0] * from[c] + w[1] * from[inner + c];
+    } else if (count == 4) {
+      for (int c = 0; c < inner; ++c) {
+        y[c] = (w[0] * from[c] + w[1] * from[inner + c]) + (w[2] * from[2 * inner + c] + w[3] * from[3 * inner + c]);
+      }
+    } else {
+      A sum[inner] = {};
+      for (int64_t k = 0; k < count; ++k) {
+        for (int c = 0; c < inner; ++c) sum[c] += w[k] * from[k * inner + c];
+      }
+      for (int c = 0; c < inner; ++c) y[c] = sum[c];
     }
   }
 }
@@ -177,15 +213,14 @@ PIXFUSE_CLONES void gather_row(const acc_t<T>* __restrict s, const int32_t* __re
 template <class T, int taps>
 PIXFUSE_INLINE void pixel(const acc_t<T>* __restrict from, const acc_t<T>* __restrict w, int64_t inner,
                           T* __restrict to) {
-  constexpr int64_t kBlock = 32;
   auto one = [&](int64_t c) __attribute__((always_inline)) {
     acc_t<T> v = w[0] * from[c];
     for (int k = 1; k < taps; ++k) v += w[k] * from[k * inner + c];
     to[c] = round_to<T>(v);
   };
   int64_t c = 0;
-  for (; c + kBlock <= inner; c += kBlock) {
-    for (int64_t l = 0; l < kBlock; ++l) one(c + l);
+  for (; c + kLanes <= inner; c += kLanes) {
+    for (int64_t l = 0; l < kLanes; ++l) one(c + l);
   }
   for (; c < inner; ++c) one(c);
 }
@@ -256,35 +291,28 @@ struct Plan {
   Shape shape;
   Taps axes[3];
   double gain;
-  enum Kind { kCopy, kDouble, kHalve, kGather, kPixels } kind = kPixels;
   std::vector<Piece> pieces;
-  std::vector<A> w;            // of W: [out, k_max], but to gather [k, out * inner]
-  std::vector<int32_t> index;  // to gather: [k, out * inner]
-  int64_t taps = 1;            // to gather, of a phase
-  int64_t lo = 0, hi = 0;      // kDouble, kHalve: the groups that the phases' weights serve
-  A phase[8] = {};             // their weights
-  int64_t offset[2] = {0, 0};  // of a phase's first tap from the group's number (doubled for kHalve)
+  std::vector<A> w;  // the weights of W's table
+  // Where W's table is periodic, the weights and first taps of one period: outputs 2i and 2i + 1 from inputs near i
+  // (kDouble) or output i from inputs near 2i (kHalve), for i from lo to hi.
+  enum Phases { kNone, kDouble, kHalve } phases = kNone;
+  int64_t taps = 1, lo = 0, hi = 0, offset[2] = {0, 0};
+  A phase[8] = {};
 
-  Plan(const Shape& s, Taps d, Taps h, Taps x, double g) : shape(s), axes{std::move(d), std::move(h), std::move(x)}, gain(g) {
+  Plan(const Shape& s, Taps d, Taps h, Taps x, double g)
+      : shape(s), axes{std::move(d), std::move(h), std::move(x)}, gain(g) {
     const Taps& t = axes[2];
+    w.assign(t.w.begin(), t.w.end());
+    if (find_phases(2, 1)) phases = kDouble;
+    else if (find_phases(1, 2)) phases = kHalve;
     const int64_t inner = std::min(s.inner, kInner);
-    if (t.identity) kind = kCopy;
-    else if (s.inner == 1 && t.in <= kLongTaps && find_phases(2, 1)) kind = kDouble;
-    else if (s.inner == 1 && t.in <= kLongTaps && find_phases(1, 2)) kind = kHalve;
-    else if (s.inner < 8 && t.in * s.inner < (int64_t(1) << 31)) kind = kGather;
-    if (kind == kDouble || kind == kHalve) {
-      pieces.push_back({0, t.out, 0, t.in});
-    } else {
-      const int64_t most = std::clamp(4 * t.k_max * inner, kPiece, 8 * kPiece);  // neighbours share few samples
-      for (int64_t o = 0; o < t.out;) {
-        Piece p{o, o + 1, t.start[o], std::max(t.start[o], t.stop[o])};
-        while (p.o1 < t.out && (t.stop[p.o1] - p.a) * inner <= most) p.b = std::max(p.b, t.stop[p.o1++]);
-        pieces.push_back(p);
-        o = p.o1;
-      }
+    const int64_t most = std::clamp(4 * t.k_max * inner, kPiece, 8 * kPiece);  // neighbours share few samples
+    for (int64_t o = 0; o < t.out;) {
+      Piece p{o, o + 1, t.start[o], std::max(t.start[o], t.stop[o])};
+      while (p.o1 < t.out && (t.stop[p.o1] - p.a) * inner <= most) p.b = std::max(p.b, t.stop[p.o1++]);
+      pieces.push_back(p);
+      o = p.o1;
     }
-    if (kind == kGather) tabulate();
-    else if (kind != kCopy) w.assign(t.w.begin(), t.w.end());
   }
 
   // Whether W's table is periodic, `up` outputs for every `down` inputs, all but a few at the borders.
@@ -313,75 +341,58 @@ struct Plan {
     }
     return true;
   }
-
-  // One index and weight per tap and value of an output row. An output with fewer taps than others shares its last
-  // one's weight out among the missing, so that it never reads a sample that is not its own.
-  void tabulate() {
-    const Taps& t = axes[2];
-    const int64_t inner = shape.inner, n = t.out * inner;
-    taps = t.k_max;
-    w.assign(taps * n, A(0));
-    index.assign(taps * n, 0);
-    for (int64_t o = 0; o < t.out; ++o) {
-      const int64_t count = t.stop[o] - t.start[o];
-      const int64_t last = std::max<int64_t>(count - 1, 0);
-      for (int64_t k = 0; k < taps; ++k) {
-        const int64_t at = std::min(t.start[o] + std::min(k, last), t.in - 1);
-        const double share = k < last || count == 0 ? 1 : double(taps - last);
-        const A weight = A(t.w[o * t.k_max + std::min(k, last)] / share);
-        for (int64_t c = 0; c < inner; ++c) {
-          w[k * n + o * inner + c] = weight;
-          index[k * n + o * inner + c] = int32_t(at * inner + c);
-        }
-      }
-    }
-  }
 };
 
-// Outputs [o0, o1) of a row of one value per sample, one by one.
+// Outputs [o0, o1) of a row along W by the table. s holds the inputs from a on; y is where the outputs go.
 template <class T, class A>
-void single_outputs(const Plan<A>& plan, const A* s, T* y, int64_t o0, int64_t o1) {
+void resize_by_table(const Plan<A>& plan, int64_t o0, int64_t o1, const A* s, int64_t a, int64_t inner, T* y) {
   const Taps& t = plan.axes[2];
-  for (int64_t o = o0; o < o1; ++o) {
-    A v = 0;
-    for (int64_t k = 0; k < t.stop[o] - t.start[o]; ++k) v += plan.w[o * t.k_max + k] * s[t.start[o] + k];
-    y[o] = round_to<T>(v);
+  const int64_t all = plan.shape.inner;
+  if (all > 4) {
+    return pixel_row<T>(s, &t.start[o0], &t.stop[o0], a, &plan.w[o0 * t.k_max], t.k_max, inner, y, all, o1 - o0);
+  }
+  const auto body = all == 1 ? few_row<A, 1> : all == 2 ? few_row<A, 2> : all == 3 ? few_row<A, 3> : few_row<A, 4>;
+  constexpr int64_t kBlock = 128;
+  alignas(64) A block[4 * kBlock];
+  for (; o0 < o1; o0 += kBlock, y += kBlock * all) {
+    const int64_t n = std::min(kBlock, o1 - o0);
+    body(s, &t.start[o0], &t.stop[o0], a, &plan.w[o0 * t.k_max], t.k_max, block, n);
+    copy_row<T>(block, y, n * all);
   }
 }
 
-// One piece of a row along W: s holds inputs [a, b), y is where its outputs go.
+// One piece of a row along W.
 template <class T, class A>
 void resize_row(const Plan<A>& plan, const Piece& p, const A* s, int64_t inner, T* y) {
-  const Taps& t = plan.axes[2];
   const int64_t all = plan.shape.inner;
-  switch (plan.kind) {
-    case Plan<A>::kCopy:
-      if (inner == all) return copy_row<T>(s, y, (p.o1 - p.o0) * inner);
-      for (int64_t o = 0; o < p.o1 - p.o0; ++o) copy_row<T>(s + o * inner, y + o * all, inner);
-      return;
-    case Plan<A>::kDouble: {
-      const A *s0 = s + plan.lo + plan.offset[0], *s1 = s + plan.lo + plan.offset[1];
-      single_outputs(plan, s, y, 0, 2 * plan.lo);
-      const auto body = plan.taps == 2 ? double_row<T, 2> : double_row<T, 4>;
-      body(s0, s1, plan.phase, y + 2 * plan.lo, plan.hi - plan.lo);
-      return single_outputs(plan, s, y, 2 * plan.hi, t.out);
-    }
-    case Plan<A>::kHalve: {
-      single_outputs(plan, s, y, 0, plan.lo);
-      const auto body = plan.taps == 2 ? halve_row<T, 2> : plan.taps == 4 ? halve_row<T, 4> : halve_row<T, 8>;
-      body(s + 2 * plan.lo + plan.offset[0], plan.phase, y + plan.lo, plan.hi - plan.lo);
-      return single_outputs(plan, s, y, plan.hi, t.out);
-    }
-    case Plan<A>::kGather: {
-      const int64_t stride = t.out * all, from = p.o0 * all;
-      const auto body = plan.taps == 2 ? gather_row<T, 2> : plan.taps == 4 ? gather_row<T, 4> : gather_row<T, 0>;
-      return body(s, plan.index.data() + from, int32_t(p.a * all), plan.w.data() + from, stride, plan.taps, y,
-                  (p.o1 - p.o0) * all);
-    }
-    case Plan<A>::kPixels:
-      return pixel_row<T>(s, &t.start[p.o0], &t.stop[p.o0], p.a, &plan.w[p.o0 * t.k_max], t.k_max, inner, y,
-                          all, p.o1 - p.o0);
+  if (plan.axes[2].identity) {
+    if (inner == all) return copy_row<T>(s, y, (p.o1 - p.o0) * inner);
+    for (int64_t o = 0; o < p.o1 - p.o0; ++o) copy_row<T>(s + o * inner, y + o * all, inner);
+    return;
   }
+  const int64_t up = plan.phases == Plan<A>::kDouble ? 2 : 1, down = plan.phases == Plan<A>::kHalve ? 2 : 1;
+  const int64_t from = std::max((p.o0 + up - 1) / up, plan.lo), to = std::min(p.o1 / up, plan.hi), n = to - from;
+  if (plan.phases == Plan<A>::kNone || inner != all || n <= 0) {
+    return resize_by_table(plan, p.o0, p.o1, s, p.a, inner, y);
+  }
+  T* y0 = y + (from * up - p.o0) * all;
+  const A* s0 = s + (from * down + plan.offset[0] - p.a) * all;
+  const A* s1 = s + (from * down + plan.offset[1] - p.a) * all;
+  const A* w = plan.phase;
+  if (from * up > p.o0) resize_by_table(plan, p.o0, from * up, s, p.a, inner, y);
+  switch (plan.taps + (up == 2 ? 100 : 0) + (all > 1 ? 10 : 0)) {
+    case 2: halve_row<T, 2>(s0, w, y0, n); break;
+    case 4: halve_row<T, 4>(s0, w, y0, n); break;
+    case 8: halve_row<T, 8>(s0, w, y0, n); break;
+    case 12: halve_pixels<T, 2>(s0, w, all, y0, n); break;
+    case 14: halve_pixels<T, 4>(s0, w, all, y0, n); break;
+    case 18: halve_pixels<T, 8>(s0, w, all, y0, n); break;
+    case 102: double_row<T, 2>(s0, s1, w, y0, n); break;
+    case 104: double_row<T, 4>(s0, s1, w, y0, n); break;
+    case 112: double_pixels<T, 2>(s0, s1, w, all, y0, n); break;
+    default: double_pixels<T, 4>(s0, s1, w, all, y0, n);
+  }
+  if (to * up < p.o1) resize_by_table(plan, to * up, p.o1, s, p.a, inner, y + (to * up - p.o0) * all);
 }
 
 template <class T>
