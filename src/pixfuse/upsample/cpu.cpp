@@ -132,8 +132,13 @@ PIXFUSE_CLONES void double_row(const acc_t<T>* __restrict s0, const acc_t<T>* __
       even += w[k] * s0[i + k];
       odd += w[taps + k] * s1[i + k];
     }
-    y[2 * i] = round_to<T>(even);
-    y[2 * i + 1] = round_to<T>(odd);
+    if constexpr (sizeof(T) == 2 && std::endian::native == std::endian::little) {
+      using Pair __attribute__((aligned(2), may_alias)) = uint32_t;  // as one value: nothing to interleave
+      reinterpret_cast<Pair*>(y)[i] = uint32_t(round_to<T>(even).bits) | uint32_t(round_to<T>(odd).bits) << 16;
+    } else {
+      y[2 * i] = round_to<T>(even);
+      y[2 * i + 1] = round_to<T>(odd);
+    }
   }
 }
 
@@ -183,6 +188,21 @@ PIXFUSE_CLONES void halve_pixels(const acc_t<T>* __restrict s, const acc_t<T>* _
       for (int64_t l = 0; l < kLanes; ++l) one(c + l);
     }
     for (; c < inner; ++c) one(c);
+  }
+}
+
+// y[o] = sum_k w[o][k] * s[start[o] - base + k]; scalar, since vectors would only be put together from scalars
+template <class A, int taps>
+#if defined(__GNUC__) && !defined(__clang__)
+__attribute__((optimize("no-tree-vectorize", "unroll-loops")))
+#endif
+void sample_row(const A* __restrict s, const int32_t* __restrict start, int32_t base, const A* __restrict w,
+                A* __restrict y, int64_t n) {
+  for (int64_t o = 0; o < n; ++o) {
+    const A* from = s + (start[o] - base);
+    A v = w[o * taps] * from[0];
+    for (int k = 1; k < taps; ++k) v += w[o * taps + k] * from[k];
+    y[o] = v;
   }
 }
 
@@ -292,7 +312,9 @@ struct Plan {
   Taps axes[3];
   double gain;
   std::vector<Piece> pieces;
-  std::vector<A> w;  // the weights of W's table
+  std::vector<A> w;                   // the weights of W's table
+  std::vector<int32_t> starts;        // and its starts
+  int64_t even_lo = 0, even_hi = 0;   // the outputs that have all k_max taps
   // Where W's table is periodic, the weights and first taps of one period: outputs 2i and 2i + 1 from inputs near i
   // (kDouble) or output i from inputs near 2i (kHalve), for i from lo to hi.
   enum Phases { kNone, kDouble, kHalve } phases = kNone;
@@ -303,6 +325,9 @@ struct Plan {
       : shape(s), axes{std::move(d), std::move(h), std::move(x)}, gain(g) {
     const Taps& t = axes[2];
     w.assign(t.w.begin(), t.w.end());
+    starts.assign(t.start.begin(), t.start.end());
+    for (even_lo = 0; even_lo < t.out && t.stop[even_lo] - t.start[even_lo] != t.k_max;) ++even_lo;
+    for (even_hi = even_lo; even_hi < t.out && t.stop[even_hi] - t.start[even_hi] == t.k_max;) ++even_hi;
     if (find_phases(2, 1)) phases = kDouble;
     else if (find_phases(1, 2)) phases = kHalve;
     const int64_t inner = std::min(s.inner, kInner);
@@ -334,6 +359,7 @@ struct Plan {
     for (lo = middle; lo > 0 && same(lo - 1);) --lo;
     for (hi = middle + 1; hi < groups && same(hi);) ++hi;
     if (hi - lo < groups - 8) return false;
+    if (up == 2 && t.replicates) lo = 0, hi = groups;  // the borders are like the rest, on a row with margins
     taps = k;
     for (int64_t p = 0; p < up; ++p) {
       offset[p] = t.start[middle * up + p] - middle * down;
@@ -352,8 +378,29 @@ void resize_by_table(const Plan<A>& plan, int64_t o0, int64_t o1, const A* s, in
     return pixel_row<T>(s, &t.start[o0], &t.stop[o0], a, &plan.w[o0 * t.k_max], t.k_max, inner, y, all, o1 - o0);
   }
   const auto body = all == 1 ? few_row<A, 1> : all == 2 ? few_row<A, 2> : all == 3 ? few_row<A, 3> : few_row<A, 4>;
+  if (all == 1 && o1 - o0 <= 4) {
+    for (int64_t o = o0; o < o1; ++o) {
+      A v = 0;
+      for (int64_t k = t.start[o]; k < t.stop[o]; ++k) v += plan.w[o * t.k_max + k - t.start[o]] * s[k - a];
+      y[o - o0] = round_to<T>(v);
+    }
+    return;
+  }
   constexpr int64_t kBlock = 128;
   alignas(64) A block[4 * kBlock];
+  const bool even = all == 1 && (t.k_max == 2 || t.k_max == 4);
+  if (even && o0 < plan.even_lo && o1 > plan.even_lo) {
+    resize_by_table(plan, o0, plan.even_lo, s, a, inner, y);
+    y += plan.even_lo - o0;
+    o0 = plan.even_lo;
+  }
+  for (; even && o0 < std::min(o1, plan.even_hi); ) {
+    const int64_t n = std::min(kBlock, std::min(o1, plan.even_hi) - o0);
+    const auto sample = t.k_max == 2 ? sample_row<A, 2> : sample_row<A, 4>;
+    sample(s, &plan.starts[o0], int32_t(a), &plan.w[o0 * t.k_max], block, n);
+    copy_row<T>(block, y, n);
+    o0 += n, y += n;
+  }
   for (; o0 < o1; o0 += kBlock, y += kBlock * all) {
     const int64_t n = std::min(kBlock, o1 - o0);
     body(s, &t.start[o0], &t.stop[o0], a, &plan.w[o0 * t.k_max], t.k_max, block, n);
@@ -408,7 +455,9 @@ void resample(const T* x, T* y, const Plan<acc_t<T>>& plan) {
   const int64_t items = s.planes * s.out[0] * s.out[1] * pieces * blocks;
   parallel(items, (in_row * th.k_max + out_row * tw.k_max) / (pieces * blocks), [&](int64_t begin, int64_t end) {
     std::vector<const T*> rows(td.k_max * th.k_max);
-    std::vector<A> w(rows.size()), sum(values);
+    const int64_t margin = 2 * std::min(s.inner, kInner);  // the most that a tap of kDouble lies beyond a border
+    std::vector<A> w(rows.size()), buffer(values + 2 * margin);
+    A* sum = buffer.data() + margin;
     const int64_t first = begin / (pieces * blocks), offset = plan.pieces[begin / blocks % pieces].o0 * s.inner;
     Writer<T> writer(y + first * out_row + offset, s.planes * s.out[0] * s.out[1] * out_row);
     int64_t row = -1, count = 0;
@@ -430,16 +479,21 @@ void resample(const T* x, T* y, const Plan<acc_t<T>>& plan) {
       }
       const int64_t c0 = block * kInner, inner = std::min(s.inner - c0, kInner);
       if (count == 0) {
-        std::fill(sum.begin(), sum.end(), A(0));
+        std::fill(sum, sum + values, A(0));
       } else if (inner == s.inner) {
-        sum_all_rows(rows.data(), p.a * inner, w.data(), count, sum.data(), (p.b - p.a) * inner);
+        sum_all_rows(rows.data(), p.a * inner, w.data(), count, sum, (p.b - p.a) * inner);
       } else {
         for (int64_t i = p.a; i < p.b; ++i) {
-          sum_all_rows(rows.data(), i * s.inner + c0, w.data(), count, sum.data() + (i - p.a) * inner, inner);
+          sum_all_rows(rows.data(), i * s.inner + c0, w.data(), count, sum + (i - p.a) * inner, inner);
         }
       }
+      if (plan.phases == Plan<A>::kDouble && tw.replicates) {
+        A* last = sum + (p.b - p.a) * inner;
+        for (int64_t c = 0; c < inner && p.a == 0; ++c) sum[c - inner] = sum[c - 2 * inner] = sum[c];
+        for (int64_t c = 0; c < inner && p.b == tw.in; ++c) last[c] = last[c + inner] = last[c - inner];
+      }
       T* to = blocks == 1 ? writer.next((p.o1 - p.o0) * inner) : y + row * out_row + p.o0 * s.inner + c0;
-      resize_row<T>(plan, p, sum.data(), inner, to);
+      resize_row<T>(plan, p, sum, inner, to);
     }
   });
 }

@@ -14,6 +14,7 @@ enum Mode : int64_t { kNearest, kNearestExact, kLinear, kCubic, kArea, kLanczos 
 struct Taps {
   int64_t in = 1, out = 1, k_max = 1;
   bool identity = false;
+  bool replicates = false;  // what an output would take from beyond the border it takes from the outermost sample
   std::vector<int64_t> start, stop;
   std::vector<double> w;
 
@@ -34,7 +35,7 @@ struct Taps {
 
   // The map from the outputs back to the inputs, with the same weights.
   Taps transposed() const {
-    Taps t{out, in, 1, identity, std::vector<int64_t>(in), std::vector<int64_t>(in), {}};
+    Taps t{out, in, 1, identity, false, std::vector<int64_t>(in), std::vector<int64_t>(in), {}};
     for (int64_t i = 0; i < in; ++i) {
       t.start[i] = std::upper_bound(stop.begin(), stop.end(), i) - stop.begin();
       t.stop[i] = std::max<int64_t>(t.start[i], std::upper_bound(start.begin(), start.end(), i) - start.begin());
@@ -55,7 +56,7 @@ inline double sinc(double d) {
 }
 
 inline Taps identity_taps(int64_t size) {
-  Taps t{size, size, 1, true, std::vector<int64_t>(size), std::vector<int64_t>(size), {}};
+  Taps t{size, size, 1, true, false, std::vector<int64_t>(size), std::vector<int64_t>(size), {}};
   for (int64_t o = 0; o < size; ++o) t.stop[o] = (t.start[o] = o) + 1;
   t.fill([](int64_t, int64_t) { return 1.0; });
   return t;
@@ -64,7 +65,7 @@ inline Taps identity_taps(int64_t size) {
 // Every sample `times` times.
 inline Taps repeat_taps(int64_t size, int64_t times) {
   if (times == 1) return identity_taps(size);
-  Taps t{size, size * times, 1, false, std::vector<int64_t>(size * times), std::vector<int64_t>(size * times), {}};
+  Taps t{size, size * times, 1, false, false, std::vector<int64_t>(size * times), std::vector<int64_t>(size * times), {}};
   for (int64_t o = 0; o < t.out; ++o) t.stop[o] = (t.start[o] = o / times) + 1;
   t.fill([](int64_t, int64_t) { return 1.0; });
   return t;
@@ -74,7 +75,7 @@ inline Taps repeat_taps(int64_t size, int64_t times) {
 inline Taps interpolation_taps(int64_t in, int64_t out, double scale, int64_t mode, bool align_corners,
                                bool antialias) {
   if (in == out) return identity_taps(in);
-  Taps t{in, out, 1, false, std::vector<int64_t>(out), std::vector<int64_t>(out), {}};
+  Taps t{in, out, 1, false, false, std::vector<int64_t>(out), std::vector<int64_t>(out), {}};
   if (mode == kArea) {
     for (int64_t o = 0; o < out; ++o) {
       t.start[o] = o * in / out;
@@ -111,6 +112,7 @@ inline Taps interpolation_taps(int64_t in, int64_t out, double scale, int64_t mo
         true);
     return t;
   }
+  t.replicates = !align_corners;
   std::vector<int64_t> base(out);
   std::vector<double> part(out);
   for (int64_t o = 0; o < out; ++o) {
