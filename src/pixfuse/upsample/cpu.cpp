@@ -191,6 +191,44 @@ PIXFUSE_CLONES void halve_pixels(const acc_t<T>* __restrict s, const acc_t<T>* _
   }
 }
 
+// Halving both axes with two taps each, from two rows at once: y[i] = sum_k h[k] * (v[0] * r0[2i + k] + v[1] * r1[2i + k])
+template <class T>
+PIXFUSE_CLONES void quarter_row(const T* __restrict r0, const T* __restrict r1, const acc_t<T>* __restrict v,
+                                const acc_t<T>* __restrict h, T* __restrict y, int64_t n) {
+  if constexpr (std::is_same_v<T, bfloat16> && std::endian::native == std::endian::little) {
+    using Pair __attribute__((aligned(2), may_alias)) = uint32_t;
+    const Pair *p0 = reinterpret_cast<const Pair*>(r0), *p1 = reinterpret_cast<const Pair*>(r1);
+    for (int64_t i = 0; i < n; ++i) {
+      const float even = v[0] * std::bit_cast<float>(p0[i] << 16) + v[1] * std::bit_cast<float>(p1[i] << 16);
+      const float odd = v[0] * std::bit_cast<float>(p0[i] & 0xffff0000u) + v[1] * std::bit_cast<float>(p1[i] & 0xffff0000u);
+      y[i] = round_to<T>(h[0] * even + h[1] * odd);
+    }
+  } else {
+    for (int64_t i = 0; i < n; ++i) {
+      const acc_t<T> even = v[0] * fetch(r0[2 * i]) + v[1] * fetch(r1[2 * i]);
+      const acc_t<T> odd = v[0] * fetch(r0[2 * i + 1]) + v[1] * fetch(r1[2 * i + 1]);
+      y[i] = round_to<T>(h[0] * even + h[1] * odd);
+    }
+  }
+}
+
+template <class T>
+PIXFUSE_CLONES void quarter_pixels(const T* __restrict r0, const T* __restrict r1, const acc_t<T>* __restrict v,
+                                   const acc_t<T>* __restrict h, int64_t inner, T* __restrict y, int64_t n) {
+  for (int64_t i = 0; i < n; ++i, r0 += 2 * inner, r1 += 2 * inner, y += inner) {
+    auto one = [&](int64_t c) __attribute__((always_inline)) {
+      const acc_t<T> even = v[0] * fetch(r0[c]) + v[1] * fetch(r1[c]);
+      const acc_t<T> odd = v[0] * fetch(r0[inner + c]) + v[1] * fetch(r1[inner + c]);
+      y[c] = round_to<T>(h[0] * even + h[1] * odd);
+    };
+    int64_t c = 0;
+    for (; c + kLanes <= inner; c += kLanes) {
+      for (int64_t l = 0; l < kLanes; ++l) one(c + l);
+    }
+    for (; c < inner; ++c) one(c);
+  }
+}
+
 // y[o] = sum_k w[o][k] * s[start[o] - base + k]; scalar, since vectors would only be put together from scalars
 template <class A, int taps>
 #if defined(__GNUC__) && !defined(__clang__)
@@ -346,7 +384,7 @@ struct Plan {
     const int64_t groups = t.out / up;
     if (t.out * down != t.in * up || groups < 8) return false;
     const int64_t middle = groups / 2, k = t.stop[middle * up] - t.start[middle * up];
-    if (up == 2 ? k != 2 && k != 4 : k != 2 && k != 4 && k != 8) return false;
+    if (up == 2 ? k != 1 && k != 2 && k != 4 : k != 2 && k != 4 && k != 8) return false;
     auto same = [&](int64_t g) {
       for (int64_t p = 0; p < up; ++p) {
         const int64_t o = g * up + p, m = middle * up + p;
@@ -388,7 +426,7 @@ void resize_by_table(const Plan<A>& plan, int64_t o0, int64_t o1, const A* s, in
   }
   constexpr int64_t kBlock = 128;
   alignas(64) A block[4 * kBlock];
-  const bool even = all == 1 && (t.k_max == 2 || t.k_max == 4);
+  const bool even = all == 1 && (t.k_max <= 2 || t.k_max == 4);
   if (even && o0 < plan.even_lo && o1 > plan.even_lo) {
     resize_by_table(plan, o0, plan.even_lo, s, a, inner, y);
     y += plan.even_lo - o0;
@@ -396,7 +434,7 @@ void resize_by_table(const Plan<A>& plan, int64_t o0, int64_t o1, const A* s, in
   }
   for (; even && o0 < std::min(o1, plan.even_hi); ) {
     const int64_t n = std::min(kBlock, std::min(o1, plan.even_hi) - o0);
-    const auto sample = t.k_max == 2 ? sample_row<A, 2> : sample_row<A, 4>;
+    const auto sample = t.k_max == 1 ? sample_row<A, 1> : t.k_max == 2 ? sample_row<A, 2> : sample_row<A, 4>;
     sample(s, &plan.starts[o0], int32_t(a), &plan.w[o0 * t.k_max], block, n);
     copy_row<T>(block, y, n);
     o0 += n, y += n;
@@ -434,6 +472,8 @@ void resize_row(const Plan<A>& plan, const Piece& p, const A* s, int64_t inner, 
     case 12: halve_pixels<T, 2>(s0, w, all, y0, n); break;
     case 14: halve_pixels<T, 4>(s0, w, all, y0, n); break;
     case 18: halve_pixels<T, 8>(s0, w, all, y0, n); break;
+    case 101: double_row<T, 1>(s0, s1, w, y0, n); break;
+    case 111: double_pixels<T, 1>(s0, s1, w, all, y0, n); break;
     case 102: double_row<T, 2>(s0, s1, w, y0, n); break;
     case 104: double_row<T, 4>(s0, s1, w, y0, n); break;
     case 112: double_pixels<T, 2>(s0, s1, w, all, y0, n); break;
@@ -452,6 +492,8 @@ void resample(const T* x, T* y, const Plan<acc_t<T>>& plan) {
   int64_t longest = 1;
   for (const Piece& p : plan.pieces) longest = std::max(longest, p.b - p.a);
   const int64_t values = longest * std::min(s.inner, kInner);
+  const bool quarters = plan.phases == Plan<A>::kHalve && plan.taps == 2 && plan.offset[0] == 0 && plan.lo == 0 &&
+                        plan.hi == tw.out && blocks == 1;
   const int64_t items = s.planes * s.out[0] * s.out[1] * pieces * blocks;
   parallel(items, (in_row * th.k_max + out_row * tw.k_max) / (pieces * blocks), [&](int64_t begin, int64_t end) {
     std::vector<const T*> rows(td.k_max * th.k_max);
@@ -476,6 +518,13 @@ void resample(const T* x, T* y, const Plan<acc_t<T>>& plan) {
             w[count] = A(td.w[d * td.k_max + i - td.start[d]] * th.w[h * th.k_max + j - th.start[h]] * plan.gain);
           }
         }
+      }
+      if (quarters && count == 2) {
+        T* to = writer.next((p.o1 - p.o0) * s.inner);
+        const T *r0 = rows[0] + p.a * s.inner, *r1 = rows[1] + p.a * s.inner;
+        if (s.inner == 1) quarter_row(r0, r1, w.data(), plan.phase, to, p.o1 - p.o0);
+        else quarter_pixels(r0, r1, w.data(), plan.phase, s.inner, to, p.o1 - p.o0);
+        continue;
       }
       const int64_t c0 = block * kInner, inner = std::min(s.inner - c0, kInner);
       if (count == 0) {

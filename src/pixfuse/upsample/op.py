@@ -149,7 +149,7 @@ def interpolate(
         if recompute_scale_factor or align_corners or code == AREA:
             factors = [0.0] * len(sizes)
     if not torch.compiler.is_dynamo_compiling():  # the fake kernel does
-        _check_interpolation(x, sizes, code, bool(align_corners), antialias, factors)
+        _check_combination(x, sizes, code, bool(align_corners), antialias)
     result: Tensor = _interpolate(x, sizes, code, bool(align_corners), antialias, factors)
     return result
 
@@ -191,8 +191,15 @@ def _check_interpolation(
     x: Any, size: Sequence[Any], mode: int, align_corners: bool, antialias: bool, scale: Sequence[float]
 ) -> None:
     """What the operator itself needs, for callers of ``torch.ops.pixfuse.interpolate`` too."""
+    _check_image("interpolate", x)
+    if len(size) != x.dim() - 2 or len(scale) != len(size):
+        got = list(size)
+        checks.refuse("interpolate", "size", f"have {x.dim() - 2} entries, one for each spatial axis", got)
+    _check_combination(x, size, mode, align_corners, antialias)
+
+
+def _check_combination(x: Tensor, size: Sequence[Any], mode: int, align_corners: bool, antialias: bool) -> None:
     op = "interpolate"
-    _check_image(op, x)
     if not 0 <= mode <= LANCZOS:
         checks.refuse(op, "mode", f"be from 0 to {LANCZOS}", mode)
     if x.dtype in _INTEGERS and x.dtype != torch.uint8 and mode not in _COPIES:
@@ -203,8 +210,6 @@ def _check_interpolation(
         checks.refuse(op, "antialias", "be True for mode 'lanczos'", antialias)
     if align_corners and mode not in _ALIGNED:
         checks.refuse(op, "align_corners", "be None or False for modes without it", align_corners)
-    if len(size) != x.dim() - 2 or len(scale) != len(size):
-        checks.refuse(op, "size", f"have {x.dim() - 2} entries, one for each spatial axis", list(size))
     for entry in size:
         if entry < 1:
             checks.refuse(op, "size", "be at least 1", entry)

@@ -117,12 +117,14 @@ inline Taps interpolation_taps(int64_t in, int64_t out, double scale, int64_t mo
   std::vector<double> part(out);
   for (int64_t o = 0; o < out; ++o) {
     double source = align_corners ? step * double(o) : step * (double(o) + 0.5) - 0.5;
+    const bool before = source < 0;
     if (mode == kLinear) source = std::max(source, 0.0);
     const double floor = std::min(std::floor(source), double(in - 1));
     base[o] = int64_t(floor) - (mode == kLinear ? 0 : 1);
     part[o] = std::clamp(source - floor, 0.0, 1.0);
     t.start[o] = std::max<int64_t>(base[o], 0);
     t.stop[o] = std::min(base[o] + (mode == kLinear ? 1 : 3), in - 1) + 1;
+    if (mode == kLinear && before) t.stop[o] = 1;  // the second sample has no weight: not even its NaN may pass
   }
   const int taps = mode == kLinear ? 2 : 4;
   t.fill([&](int64_t o, int64_t j) {

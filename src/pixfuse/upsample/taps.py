@@ -73,6 +73,7 @@ def taps(in_size: int, out_size: int, scale: float, mode: int, align_corners: bo
     if antialias:
         return _antialiased(in_size, step * (i + 0.5), max(step, 1.0), mode)
     source = step * i if align_corners else step * (i + 0.5) - 0.5
+    before = source < 0
     if mode == LINEAR:
         source = np.maximum(source, 0)
     base = np.minimum(np.floor(source), in_size - 1)
@@ -81,6 +82,8 @@ def taps(in_size: int, out_size: int, scale: float, mode: int, align_corners: bo
     first = base.astype(np.int64) - (0 if mode == LINEAR else 1)
     reach = np.clip(first[:, None] + np.arange(len(around)), 0, in_size - 1)
     start, stop = reach[:, 0], reach[:, -1] + 1
+    if mode == LINEAR:
+        stop = np.where(before, 1, stop)  # the second sample has no weight: not even its NaN may pass
     # Samples beyond the border fall on the outermost one, which gets the sum of their weights.
     return _table(start, stop, lambda j: sum(w * (j == reach[:, k : k + 1]) for k, w in enumerate(around)))
 
