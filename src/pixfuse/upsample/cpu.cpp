@@ -18,9 +18,9 @@
 namespace pixfuse {
 namespace {
 
-constexpr int64_t kPiece = 2048;      // values of an accumulated piece of a row, so that it stays in L1 with its sources
-constexpr int64_t kLanes = 32;        // channels that a loop of fixed length takes
-constexpr int64_t kInner = 256;       // channels of a piece
+constexpr int64_t kPiece = 2048;  // values of an accumulated piece of a row, so that it stays in L1 with its sources
+constexpr int64_t kLanes = 32;    // channels that a loop of fixed length takes
+constexpr int64_t kInner = 256;   // channels of a piece
 
 PIXFUSE_INLINE float fetch(uint8_t v) { return float(v); }
 template <class T>
@@ -95,7 +95,8 @@ class Writer {
 // --- along D and H: weighted sums of input rows ----------------------------------------------------------------
 
 template <class T, int count, bool add>
-PIXFUSE_CLONES void sum_rows(const T* const* rows, int64_t offset, const acc_t<T>* __restrict w, acc_t<T>* __restrict sum, int64_t n) {
+PIXFUSE_CLONES void sum_rows(const T* const* rows, int64_t offset, const acc_t<T>* __restrict w,
+                             acc_t<T>* __restrict sum, int64_t n) {
   const T* row[count];
   for (int r = 0; r < count; ++r) row[r] = rows[r] + offset;
   for (int64_t i = 0; i < n; ++i) {
@@ -106,11 +107,15 @@ PIXFUSE_CLONES void sum_rows(const T* const* rows, int64_t offset, const acc_t<T
 }
 
 template <class T>
-void sum_all_rows(const T* const* rows, int64_t offset, const acc_t<T>* __restrict w, int64_t count, acc_t<T>* __restrict sum, int64_t n) {
+void sum_all_rows(const T* const* rows, int64_t offset, const acc_t<T>* __restrict w, int64_t count,
+                  acc_t<T>* __restrict sum, int64_t n) {
   int64_t r = count >= 4 ? 4 : count >= 2 ? 2 : 1;
-  if (r == 4) sum_rows<T, 4, false>(rows, offset, w, sum, n);
-  else if (r == 2) sum_rows<T, 2, false>(rows, offset, w, sum, n);
-  else sum_rows<T, 1, false>(rows, offset, w, sum, n);
+  if (r == 4)
+    sum_rows<T, 4, false>(rows, offset, w, sum, n);
+  else if (r == 2)
+    sum_rows<T, 2, false>(rows, offset, w, sum, n);
+  else
+    sum_rows<T, 1, false>(rows, offset, w, sum, n);
   for (; r + 4 <= count; r += 4) sum_rows<T, 4, true>(rows + r, offset, w + r, sum, n);
   for (; r + 2 <= count; r += 2) sum_rows<T, 2, true>(rows + r, offset, w + r, sum, n);
   for (; r < count; ++r) sum_rows<T, 1, true>(rows + r, offset, w + r, sum, n);
@@ -125,7 +130,8 @@ PIXFUSE_CLONES void copy_row(const acc_t<T>* __restrict s, T* __restrict y, int6
 
 // y[2i + p] = sum_k w[p][k] * s[p][i + k]
 template <class T, int taps>
-PIXFUSE_CLONES void double_row(const acc_t<T>* __restrict s0, const acc_t<T>* __restrict s1, const acc_t<T>* __restrict w, T* __restrict y, int64_t n) {
+PIXFUSE_CLONES void double_row(const acc_t<T>* __restrict s0, const acc_t<T>* __restrict s1,
+                               const acc_t<T>* __restrict w, T* __restrict y, int64_t n) {
   for (int64_t i = 0; i < n; ++i) {
     acc_t<T> even = w[0] * s0[i], odd = w[taps] * s1[i];
     for (int k = 1; k < taps; ++k) {
@@ -191,7 +197,8 @@ PIXFUSE_CLONES void halve_pixels(const acc_t<T>* __restrict s, const acc_t<T>* _
   }
 }
 
-// Halving both axes with two taps each, from two rows at once: y[i] = sum_k h[k] * (v[0] * r0[2i + k] + v[1] * r1[2i + k])
+// Halving both axes with two taps each, from two rows at once: y[i] = sum_k h[k] * (v[0] * r0[2i + k] + v[1] * r1[2i +
+// k])
 template <class T>
 PIXFUSE_CLONES void quarter_row(const T* __restrict r0, const T* __restrict r1, const acc_t<T>* __restrict v,
                                 const acc_t<T>* __restrict h, T* __restrict y, int64_t n) {
@@ -200,7 +207,8 @@ PIXFUSE_CLONES void quarter_row(const T* __restrict r0, const T* __restrict r1, 
     const Pair *p0 = reinterpret_cast<const Pair*>(r0), *p1 = reinterpret_cast<const Pair*>(r1);
     for (int64_t i = 0; i < n; ++i) {
       const float even = v[0] * std::bit_cast<float>(p0[i] << 16) + v[1] * std::bit_cast<float>(p1[i] << 16);
-      const float odd = v[0] * std::bit_cast<float>(p0[i] & 0xffff0000u) + v[1] * std::bit_cast<float>(p1[i] & 0xffff0000u);
+      const float odd =
+          v[0] * std::bit_cast<float>(p0[i] & 0xffff0000u) + v[1] * std::bit_cast<float>(p1[i] & 0xffff0000u);
       y[i] = round_to<T>(h[0] * even + h[1] * odd);
     }
   } else {
@@ -311,11 +319,20 @@ PIXFUSE_CLONES void pixel_row(const acc_t<T>* s, const int64_t* start, const int
   for (int64_t o = 0; o < n; ++o, w += k_max, y += y_step) {
     const acc_t<T>* from = s + (start[o] - base) * inner;
     switch (const int64_t count = stop[o] - start[o]) {
-      case 1: pixel<T, 1>(from, w, inner, y); break;
-      case 2: pixel<T, 2>(from, w, inner, y); break;
-      case 4: pixel<T, 4>(from, w, inner, y); break;
-      case 8: pixel<T, 8>(from, w, inner, y); break;
-      default: pixel_of_any<T>(from, w, count, inner, y);
+      case 1:
+        pixel<T, 1>(from, w, inner, y);
+        break;
+      case 2:
+        pixel<T, 2>(from, w, inner, y);
+        break;
+      case 4:
+        pixel<T, 4>(from, w, inner, y);
+        break;
+      case 8:
+        pixel<T, 8>(from, w, inner, y);
+        break;
+      default:
+        pixel_of_any<T>(from, w, count, inner, y);
     }
   }
 }
@@ -350,9 +367,9 @@ struct Plan {
   Taps axes[3];
   double gain;
   std::vector<Piece> pieces;
-  std::vector<A> w;                   // the weights of W's table
-  std::vector<int32_t> starts;        // and its starts
-  int64_t even_lo = 0, even_hi = 0;   // the outputs that have all k_max taps
+  std::vector<A> w;                  // the weights of W's table
+  std::vector<int32_t> starts;       // and its starts
+  int64_t even_lo = 0, even_hi = 0;  // the outputs that have all k_max taps
   // Where W's table is periodic, the weights and first taps of one period: outputs 2i and 2i + 1 from inputs near i
   // (kDouble) or output i from inputs near 2i (kHalve), for i from lo to hi.
   enum Phases { kNone, kDouble, kHalve } phases = kNone;
@@ -366,8 +383,10 @@ struct Plan {
     starts.assign(t.start.begin(), t.start.end());
     for (even_lo = 0; even_lo < t.out && t.stop[even_lo] - t.start[even_lo] != t.k_max;) ++even_lo;
     for (even_hi = even_lo; even_hi < t.out && t.stop[even_hi] - t.start[even_hi] == t.k_max;) ++even_hi;
-    if (find_phases(2, 1)) phases = kDouble;
-    else if (find_phases(1, 2)) phases = kHalve;
+    if (find_phases(2, 1))
+      phases = kDouble;
+    else if (find_phases(1, 2))
+      phases = kHalve;
     const int64_t inner = std::min(s.inner, kInner);
     const int64_t most = std::clamp(4 * t.k_max * inner, kPiece, 8 * kPiece);  // neighbours share few samples
     for (int64_t o = 0; o < t.out;) {
@@ -432,7 +451,7 @@ void resize_by_table(const Plan<A>& plan, int64_t o0, int64_t o1, const A* s, in
     y += plan.even_lo - o0;
     o0 = plan.even_lo;
   }
-  for (; even && o0 < std::min(o1, plan.even_hi); ) {
+  for (; even && o0 < std::min(o1, plan.even_hi);) {
     const int64_t n = std::min(kBlock, std::min(o1, plan.even_hi) - o0);
     const auto sample = t.k_max == 1 ? sample_row<A, 1> : t.k_max == 2 ? sample_row<A, 2> : sample_row<A, 4>;
     sample(s, &plan.starts[o0], int32_t(a), &plan.w[o0 * t.k_max], block, n);
@@ -466,18 +485,41 @@ void resize_row(const Plan<A>& plan, const Piece& p, const A* s, int64_t inner, 
   const A* w = plan.phase;
   if (from * up > p.o0) resize_by_table(plan, p.o0, from * up, s, p.a, inner, y);
   switch (plan.taps + (up == 2 ? 100 : 0) + (all > 1 ? 10 : 0)) {
-    case 2: halve_row<T, 2>(s0, w, y0, n); break;
-    case 4: halve_row<T, 4>(s0, w, y0, n); break;
-    case 8: halve_row<T, 8>(s0, w, y0, n); break;
-    case 12: halve_pixels<T, 2>(s0, w, all, y0, n); break;
-    case 14: halve_pixels<T, 4>(s0, w, all, y0, n); break;
-    case 18: halve_pixels<T, 8>(s0, w, all, y0, n); break;
-    case 101: double_row<T, 1>(s0, s1, w, y0, n); break;
-    case 111: double_pixels<T, 1>(s0, s1, w, all, y0, n); break;
-    case 102: double_row<T, 2>(s0, s1, w, y0, n); break;
-    case 104: double_row<T, 4>(s0, s1, w, y0, n); break;
-    case 112: double_pixels<T, 2>(s0, s1, w, all, y0, n); break;
-    default: double_pixels<T, 4>(s0, s1, w, all, y0, n);
+    case 2:
+      halve_row<T, 2>(s0, w, y0, n);
+      break;
+    case 4:
+      halve_row<T, 4>(s0, w, y0, n);
+      break;
+    case 8:
+      halve_row<T, 8>(s0, w, y0, n);
+      break;
+    case 12:
+      halve_pixels<T, 2>(s0, w, all, y0, n);
+      break;
+    case 14:
+      halve_pixels<T, 4>(s0, w, all, y0, n);
+      break;
+    case 18:
+      halve_pixels<T, 8>(s0, w, all, y0, n);
+      break;
+    case 101:
+      double_row<T, 1>(s0, s1, w, y0, n);
+      break;
+    case 111:
+      double_pixels<T, 1>(s0, s1, w, all, y0, n);
+      break;
+    case 102:
+      double_row<T, 2>(s0, s1, w, y0, n);
+      break;
+    case 104:
+      double_row<T, 4>(s0, s1, w, y0, n);
+      break;
+    case 112:
+      double_pixels<T, 2>(s0, s1, w, all, y0, n);
+      break;
+    default:
+      double_pixels<T, 4>(s0, s1, w, all, y0, n);
   }
   if (to * up < p.o1) resize_by_table(plan, to * up, p.o1, s, p.a, inner, y + (to * up - p.o0) * all);
 }
@@ -522,8 +564,10 @@ void resample(const T* x, T* y, const Plan<acc_t<T>>& plan) {
       if (quarters && count == 2) {
         T* to = writer.next((p.o1 - p.o0) * s.inner);
         const T *r0 = rows[0] + p.a * s.inner, *r1 = rows[1] + p.a * s.inner;
-        if (s.inner == 1) quarter_row(r0, r1, w.data(), plan.phase, to, p.o1 - p.o0);
-        else quarter_pixels(r0, r1, w.data(), plan.phase, s.inner, to, p.o1 - p.o0);
+        if (s.inner == 1)
+          quarter_row(r0, r1, w.data(), plan.phase, to, p.o1 - p.o0);
+        else
+          quarter_pixels(r0, r1, w.data(), plan.phase, s.inner, to, p.o1 - p.o0);
         continue;
       }
       const int64_t c0 = block * kInner, inner = std::min(s.inner - c0, kInner);
@@ -593,12 +637,18 @@ void copy_samples(const T* x, T* y, const Shape& s, const Taps& td, const Taps& 
   const int64_t times = repetitions(tw);
   const int64_t in_row = s.in[2] * s.inner, out_row = s.out[2] * s.inner;
   auto build = [&](const T* from, T* to) {
-    if (times == 1) std::memcpy(to, from, out_row * sizeof(T));
-    else if (s.inner > 1) pick_pixels((const char*)from, tw.start.data(), (char*)to, s.inner * sizeof(T), s.out[2]);
-    else if (times == 2) repeat_row<T, 2>(from, to, s.in[2]);
-    else if (times == 3) repeat_row<T, 3>(from, to, s.in[2]);
-    else if (times == 4) repeat_row<T, 4>(from, to, s.in[2]);
-    else pick_row(from, tw.start.data(), to, s.out[2]);
+    if (times == 1)
+      std::memcpy(to, from, out_row * sizeof(T));
+    else if (s.inner > 1)
+      pick_pixels((const char*)from, tw.start.data(), (char*)to, s.inner * sizeof(T), s.out[2]);
+    else if (times == 2)
+      repeat_row<T, 2>(from, to, s.in[2]);
+    else if (times == 3)
+      repeat_row<T, 3>(from, to, s.in[2]);
+    else if (times == 4)
+      repeat_row<T, 4>(from, to, s.in[2]);
+    else
+      pick_row(from, tw.start.data(), to, s.out[2]);
   };
   parallel(s.planes * s.out[0] * s.out[1], out_row, [&](int64_t begin, int64_t end) {
     Writer<T> writer(y + begin * out_row, s.planes * s.out[0] * s.out[1] * out_row);
@@ -608,8 +658,10 @@ void copy_samples(const T* x, T* y, const Shape& s, const Taps& td, const Taps& 
       const int64_t plane = s.out[0] == 1 ? image : image / s.out[0], d = image - plane * s.out[0];
       const T* from = x + ((plane * s.in[0] + td.start[d]) * s.in[1] + th.start[h]) * in_row;
       T* to = writer.next(out_row);
-      if (from != source) build(from, to);
-      else if (to != built) std::memcpy(to, built, out_row * sizeof(T));
+      if (from != source)
+        build(from, to);
+      else if (to != built)
+        std::memcpy(to, built, out_row * sizeof(T));
       source = from;
       built = to;
     }
@@ -642,10 +694,17 @@ Tensor apply(const Tensor& x_any, std::array<Taps, 3> t, double gain, bool copy)
       copy_samples(data<T>(x), mutable_data<T>(y), s, t[0], t[1], t[2]);
     };
     switch (x.element_size()) {
-      case 1: run(uint8_t{}); break;
-      case 2: run(uint16_t{}); break;
-      case 4: run(uint32_t{}); break;
-      default: run(uint64_t{});
+      case 1:
+        run(uint8_t{});
+        break;
+      case 2:
+        run(uint16_t{});
+        break;
+      case 4:
+        run(uint32_t{});
+        break;
+      default:
+        run(uint64_t{});
     }
     return y;
   }
@@ -654,8 +713,10 @@ Tensor apply(const Tensor& x_any, std::array<Taps, 3> t, double gain, bool copy)
     const Plan<acc_t<T>> plan(s, std::move(t[0]), std::move(t[1]), std::move(t[2]), gain);
     resample(data<T>(x), mutable_data<T>(y), plan);
   };
-  if (x.scalar_type() == ScalarType::Byte) run(uint8_t{});
-  else dispatch_floating(x.scalar_type(), run);
+  if (x.scalar_type() == ScalarType::Byte)
+    run(uint8_t{});
+  else
+    dispatch_floating(x.scalar_type(), run);
   return y;
 }
 
@@ -674,9 +735,8 @@ Tensor upsample_nearest_cpu(const Tensor& x, std::vector<int64_t> scale, double 
 Tensor upsample_nearest_backward_cpu(const Tensor& dy, std::vector<int64_t> scale, double gain) {
   check_axes(dy, scale.size());
   for (int64_t times : scale) STD_TORCH_CHECK(times >= 1, "upsample_nearest: scale must be at least 1");
-  auto t = tables(dy.dim() - 2, [&](int64_t d) {
-    return repeat_taps(dy.size(2 + d) / scale[d], scale[d]).transposed();
-  });
+  auto t =
+      tables(dy.dim() - 2, [&](int64_t d) { return repeat_taps(dy.size(2 + d) / scale[d], scale[d]).transposed(); });
   return apply(dy, std::move(t), gain, false);
 }
 

@@ -65,7 +65,8 @@ inline Taps identity_taps(int64_t size) {
 // Every sample `times` times.
 inline Taps repeat_taps(int64_t size, int64_t times) {
   if (times == 1) return identity_taps(size);
-  Taps t{size, size * times, 1, false, false, std::vector<int64_t>(size * times), std::vector<int64_t>(size * times), {}};
+  Taps t{size, size * times, 1, false, false, std::vector<int64_t>(size * times), std::vector<int64_t>(size * times),
+         {}};
   for (int64_t o = 0; o < t.out; ++o) t.stop[o] = (t.start[o] = o / times) + 1;
   t.fill([](int64_t, int64_t) { return 1.0; });
   return t;
@@ -131,8 +132,10 @@ inline Taps interpolation_taps(int64_t in, int64_t out, double scale, int64_t mo
     double sum = 0;
     for (int k = 0; k < taps; ++k) {  // the outermost sample stands for those beyond the border
       if (std::clamp<int64_t>(base[o] + k, 0, in - 1) != j) continue;
-      if (mode == kLinear) sum += k ? part[o] : 1 - part[o];
-      else sum += cubic(std::fabs(part[o] + 1 - k), -0.75);
+      if (mode == kLinear)
+        sum += k ? part[o] : 1 - part[o];
+      else
+        sum += cubic(std::fabs(part[o] + 1 - k), -0.75);
     }
     return sum;
   });
