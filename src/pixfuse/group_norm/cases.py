@@ -28,11 +28,17 @@ CASES = [
     _case((2, 3, 9, 4), 3, None, "w"),
 ]
 
-# For benches: [N, C, H, W] and groups. All outputs stay under 16 MiB in float32.
+# For benches: [N, C, H, W] and groups. On a CPU all outputs stay under 16 MiB; the tiny one shows a call's overhead.
 BENCH = [
     ((4, 128, 32, 32), 32),
-    ((2, 128, 64, 64), 32),
     ((1, 128, 128, 128), 32),
-    ((1, 320, 64, 64), 32),
+    ((2, 320, 64, 64), 32),
     ((2, 512, 16, 16), 32),
+    ((1, 8, 8, 8), 4),
+]
+BENCH_GPU = [
+    ((8, 128, 512, 512), 32),
+    ((8, 512, 64, 64), 32),
+    ((2, 320, 64, 64), 32),
+    ((1, 512, 128, 128), 32),
 ]
