@@ -14,7 +14,7 @@ ifeq ($(COMPILER),)
 INSTALL := --config-settings=wheel.cmake=false
 endif
 
-.PHONY: demo test lint build bench abi clean
+.PHONY: demo test lint build bench abi gpu asan clean
 
 demo: $(VENV)/package.stamp ## train a small network on photographs, on stock ops and on pixfuse
 	$(BIN)/pixfuse demo
@@ -37,6 +37,23 @@ bench: $(VENV)/test.stamp ## against PyTorch's own ops: make bench OP=group_norm
 
 abi: $(VENV)/test.stamp ## the wheel: its tag, its contents, the symbols that its library needs
 	$(BIN)/python -m pytest -q tests/test_wheel.py
+
+gpu: ## on a machine with a GPU, in the Python that has its torch: the battery, doctor and the benches there
+	cmake -S . -B build/gpu -DPython_EXECUTABLE=$(shell command -v $(PYTHON)) >/dev/null && cmake --build build/gpu -j
+	PYTHONPATH=src $(PYTHON) -m pytest -q -p no:cacheprovider tests/test_gpu.py
+	PYTHONPATH=src $(PYTHON) -m pixfuse._cli.main doctor
+	PYTHONPATH=src $(PYTHON) -m pixfuse._cli.main bench --device cuda --json bench-cuda.json
+
+ASAN := $(abspath build/asan)
+asan: $(VENV)/test.stamp ## the CPU kernels under AddressSanitizer and UBSan: golden vectors, strides, odd shapes
+	$(BIN)/cmake -S . -B $(ASAN) -G Ninja -DPIXFUSE_SANITIZE=ON -DPython_EXECUTABLE=$(abspath $(BIN)/python) >/dev/null
+	$(BIN)/ninja -C $(ASAN)
+	rm -rf $(ASAN)/src && cp -r src $(ASAN)/src && mkdir -p $(ASAN)/tests && cp -r tests/golden $(ASAN)/tests/
+	cp $(ASAN)/_kernels.so $(ASAN)/src/pixfuse/
+	cd $(ASAN) && LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
+	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 PYTHONPATH=src OMP_NUM_THREADS=2 \
+	  $(abspath $(BIN)/python) -m pytest -q -p no:cacheprovider src/pixfuse \
+	  -k "(golden and not bfloat16) or strides or values or any_ or masks or empty"
 
 clean: ## all that was made
 	rm -rf $(VENV) build dist src/pixfuse/_kernels.so

@@ -16,6 +16,7 @@ CASES = [
     for clamp in (None, 1.1)
 ]
 CASES += [
+    Case("c5-swish-dim0", {"x": (5,), "b": (5,)}, {"act": "swish", "dim": 0}, thorough=True),
     Case("n3-c5-lrelu", {"x": (3, 5), "b": (5,)}, {"act": "lrelu"}),
     Case("n2-c3-11-swish-dim2", {"x": (2, 3, 11), "b": (11,)}, {"act": "swish", "dim": 2, "gain": -0.7}),
     Case("n2-c3-5x2x3-tanh-dim0", {"x": (2, 3, 5, 2, 3), "b": (2,)}, {"act": "tanh", "dim": 0}, thorough=True),

@@ -156,7 +156,7 @@ def _first_backward(ctx: Any, ddx: Tensor | None, ddb: Tensor | None) -> tuple[T
         if x is not None and ACTIVATIONS[act].curvature is not None and any(ctx.needs_input_grad[1:3]):
             dx = _second(v, dy, x, b, *ctx.scalars)
             if ctx.needs_input_grad[2]:
-                db = dx.sum([d for d in range(dx.dim()) if d != dim], dtype=compute_dtype(dx)).to(b.dtype)
+                db = reference.sum_per_channel(dx, dim).to(b.dtype)
     return ddy, dx, db, None, None, None, None, None, None, None, None
 
 

@@ -140,7 +140,7 @@ def bias_act_backward(
                 torch.tensor(clamp).to(dy.dtype).to(v) if y is not None else clamp
             )  # y was rounded, so was its limit
             dx = torch.where(v.abs() < limit, dx, 0)
-    db = dx.sum([d for d in range(dx.dim()) if d != dim]) if need_db else dx.new_empty(0)
+    db = sum_per_channel(dx, dim) if need_db else dx.new_empty(0)
     return to_layout(dx.to(dy.dtype), channels_last), db
 
 
@@ -164,6 +164,13 @@ def bias_act_second(
     if clamp >= 0:
         ddx = torch.where((gain * ACTIVATIONS[act].value(t, alpha)).abs() < clamp, ddx, 0)
     return to_layout(ddx.to(x.dtype), is_channels_last(x))
+
+
+def sum_per_channel(t: Tensor, dim: int) -> Tensor:
+    """The sum over all axes but ``dim``, in the compute dtype."""
+    axes = [d for d in range(t.dim()) if d != dim]
+    t = t.to(compute_dtype(t))
+    return t.sum(axes) if axes else t  # sum([]) means all axes
 
 
 def _biased(x: Tensor, b: Tensor | None, dim: int) -> Tensor:

@@ -1,0 +1,166 @@
+"""The battery on a real GPU: values and gradients of every case, determinism, graphs, streams, devices, sizes.
+
+CI has no GPU: there the kernels run in Triton's interpreter and are compiled ahead of time, room by room.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import pixfuse
+from pixfuse._shared.testing import Case, check_values_and_gradients, random_like
+from pixfuse.bias_act import cases as bias_act
+from pixfuse.filtered_lrelu import cases as filtered_lrelu
+from pixfuse.group_norm import cases as group_norm
+from pixfuse.upfirdn2d import cases as upfirdn2d
+from pixfuse.upsample import cases as upsample
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+
+CASES: list[tuple[Callable[..., Tensor], Case]] = [
+    *((pixfuse.bias_act, case) for case in bias_act.CASES),
+    *((pixfuse.upfirdn2d, case) for case in upfirdn2d.CASES),
+    *((pixfuse.filtered_lrelu, case) for case in filtered_lrelu.CASES),
+    *((pixfuse.group_norm, case) for case in group_norm.CASES),
+    *((pixfuse.upsample_nearest, case) for case in upsample.NEAREST_CASES),
+    *((pixfuse.interpolate, case) for case in upsample.INTERPOLATE_CASES),
+]
+every_case = pytest.mark.parametrize(
+    ("function", "case"), [pytest.param(f, c, id=f"{f.__name__}-{c.id}") for f, c in CASES]
+)
+OPS = ("bias_act", "group_norm", "upfirdn2d", "upsample_nearest", "interpolate", "filtered_lrelu")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("op", OPS)
+def test_the_fast_path_is_taken(op: str, dtype: torch.dtype) -> None:
+    found = pixfuse.backend(op, torch.zeros(1, device="cuda", dtype=dtype))
+    assert found == "triton", found.reason
+
+
+@every_case
+def test_values_and_gradients(function: Callable[..., Tensor], case: Case) -> None:
+    check_values_and_gradients(function, case, "cuda")
+
+
+def _everything(function: Callable[..., Tensor], case: Case, made: dict[str, Tensor]) -> list[Tensor]:
+    y = case.run(function, made)
+    return [y, *torch.autograd.grad(y, list(made.values()), random_like(y))]
+
+
+@every_case
+def test_deterministic(function: Callable[..., Tensor], case: Case) -> None:
+    """Bit-equal from run to run, with fresh memory full of NaN, and whatever batch a sample is in."""
+    for channels_last in (False, True):
+        made = case.tensors(torch.float16, channels_last, "cuda")
+        first = _everything(function, case, made)
+        torch.use_deterministic_algorithms(True)
+        try:
+            again = _everything(function, case, case.tensors(torch.float16, channels_last, "cuda"))
+        finally:
+            torch.use_deterministic_algorithms(False)
+        for a, b in zip(first, again, strict=True):
+            assert torch.equal(a, b)
+        if case.params.get("dim", 1) == 0:
+            continue
+        with torch.no_grad():
+            for i in range(made["x"].shape[0]):
+                alone = case.run(function, {**made, "x": made["x"][i : i + 1]})
+                assert torch.equal(alone, first[0][i : i + 1])
+
+
+@every_case
+def test_cuda_graph(function: Callable[..., Tensor], case: Case) -> None:
+    """Forward and backward can be captured, and a replay sees new numbers."""
+    made = case.tensors(torch.float32, False, "cuda")
+    with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
+        for _ in range(2):
+            _everything(function, case, made)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = _everything(function, case, made)
+    with torch.no_grad():
+        for t in made.values():
+            t.mul_(-0.5)
+    graph.replay()
+    torch.cuda.synchronize()
+    for a, b in zip(captured, _everything(function, case, made), strict=True):
+        assert torch.equal(a, b)
+
+
+@every_case
+def test_another_stream(function: Callable[..., Tensor], case: Case) -> None:
+    made = case.tensors(torch.float32, False, "cuda")
+    expected = _everything(function, case, made)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        got = _everything(function, case, made)
+    side.synchronize()
+    for a, b in zip(got, expected, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@every_case
+def test_another_device(function: Callable[..., Tensor], case: Case) -> None:
+    """Field case 29: cuda:1 while device 0 is current."""
+    expected = _everything(function, case, case.tensors(torch.float32, False, "cuda:0"))
+    got = _everything(function, case, case.tensors(torch.float32, False, "cuda:1"))
+    for a, b in zip(got, expected, strict=True):
+        assert a.device.index == 1
+        assert torch.equal(a.cpu(), b.cpu())
+
+
+WIDE: dict[str, Callable[[Tensor], Tensor]] = {
+    "bias_act": lambda x: pixfuse.bias_act(x, act="lrelu", clamp=1.0),
+    "group_norm": lambda x: pixfuse.group_norm(x, 1),
+    "upfirdn2d": lambda x: pixfuse.upfirdn2d(x, None, up=2, padding=[1, 0, 1, 0]),
+    "upsample_nearest": lambda x: pixfuse.upsample_nearest(x, 2),
+    "interpolate": lambda x: pixfuse.interpolate(x, scale_factor=2, mode="bilinear"),
+    "filtered_lrelu": lambda x: pixfuse.filtered_lrelu(x, None, None, up=2, down=2),
+}
+
+
+@pytest.mark.parametrize("shape", [(600000, 1, 4, 4), (70000, 3, 2, 2)])
+@pytest.mark.parametrize("op", list(WIDE))
+def test_more_images_than_a_grid_axis(op: str, shape: tuple[int, ...]) -> None:
+    """Field case 28: N * C beyond 65535."""
+    x = torch.randn(shape, device="cuda").requires_grad_()
+    y = WIDE[op](x)
+    y.sum().backward()
+    for part in (slice(0, 2), slice(-2, None)):
+        piece = x.detach()[part].clone().requires_grad_()
+        expected = WIDE[op](piece)
+        expected.sum().backward()
+        assert torch.equal(y[part], expected)
+        assert torch.equal(x.grad[part], piece.grad)
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("op", list(WIDE))
+def test_more_than_2_31_elements(op: str, channels_last: bool) -> None:
+    """Field case 28: right to the last element."""
+    x = torch.randn(9, 256, 512, 512, device="cuda", dtype=torch.bfloat16)
+    if op in ("bias_act", "group_norm", "filtered_lrelu"):
+        x = torch.cat([x] * 4)  # the result has the size of x
+    if channels_last:
+        x = x.to(memory_format=torch.channels_last)
+    y = WIDE[op](x)
+    assert y.numel() > 2**31
+    for i in (0, x.shape[0] - 1):
+        assert torch.equal(y[i : i + 1], WIDE[op](x[i : i + 1]))
+
+
+def test_cases_are_whole() -> None:
+    """Every public op has cases here."""
+    names: set[Any] = {f.__name__ for f, _ in CASES}
+    assert names == set(OPS)
+    assert all(dataclasses.is_dataclass(case) for _, case in CASES)
