@@ -49,9 +49,11 @@ def test_values_and_gradients(function: Callable[..., Tensor], case: Case) -> No
     check_values_and_gradients(function, case, "cuda")
 
 
-def _everything(function: Callable[..., Tensor], case: Case, made: dict[str, Tensor]) -> list[Tensor]:
+def _everything(
+    function: Callable[..., Tensor], case: Case, made: dict[str, Tensor], dy: Tensor | None = None
+) -> list[Tensor]:
     y = case.run(function, made)
-    return [y, *torch.autograd.grad(y, list(made.values()), random_like(y))]
+    return [y, *torch.autograd.grad(y, list(made.values()), random_like(y) if dy is None else dy)]
 
 
 @every_case
@@ -79,19 +81,21 @@ def test_deterministic(function: Callable[..., Tensor], case: Case) -> None:
 def test_cuda_graph(function: Callable[..., Tensor], case: Case) -> None:
     """Forward and backward can be captured, and a replay sees new numbers."""
     made = case.tensors(torch.float32, False, "cuda")
-    with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
+    case = dataclasses.replace(case, fixed={k: f.cuda() for k, f in case.fixed.items()})
+    dy = random_like(case.run(function, made))
+    with torch.cuda.stream(torch.cuda.Stream()):
         for _ in range(2):
-            _everything(function, case, made)
+            _everything(function, case, made, dy)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = _everything(function, case, made)
+        captured = _everything(function, case, made, dy)
     with torch.no_grad():
         for t in made.values():
             t.mul_(-0.5)
     graph.replay()
     torch.cuda.synchronize()
-    for a, b in zip(captured, _everything(function, case, made), strict=True):
+    for a, b in zip(captured, _everything(function, case, made, dy), strict=True):
         assert torch.equal(a, b)
 
 

@@ -137,7 +137,7 @@ def bias_act_backward(
         dx = dx * ACTIVATIONS[act].slope(t, alpha)
         if clamp >= 0:
             limit = (
-                torch.tensor(clamp).to(dy.dtype).to(v) if y is not None else clamp
+                torch.tensor(clamp, dtype=dy.dtype).to(v) if y is not None else clamp
             )  # y was rounded, so was its limit
             dx = torch.where(v.abs() < limit, dx, 0)
     db = sum_per_channel(dx, dim) if need_db else dx.new_empty(0)
