@@ -40,6 +40,9 @@ def test_backend_says_which_and_why() -> None:
     other = pixfuse.backend("group_norm", torch.zeros(2, 3, device="meta"))
     assert other == "reference"
     assert "meta" in other.reason
+    assert pixfuse.backend(pixfuse.conv2d_resample, torch.zeros(2, 3)) == "cpu"
+    with pytest.raises(TypeError, match="backend: x must have a dtype that bias_act takes, got complex64"):
+        pixfuse.backend("bias_act", torch.zeros(2, 3, dtype=torch.complex64))
     with pytest.raises(TypeError, match="backend: x must be a tensor, got int"):
         pixfuse.backend("bias_act", 3)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"backend: op must be one of .*bias_act.*, got 'conv'"):

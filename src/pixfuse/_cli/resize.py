@@ -66,6 +66,8 @@ def parse(scale: float | None, size: str | None, filter: str) -> Request:
     if scale is None:
         raise Refused("--filter with FIR taps needs --scale: a whole number, or 1 divided by one")
     up = _factors(scale)[0]
+    if up > len(taps):
+        raise Refused(f"--filter {filter} is too short for --scale {up}: it needs at least {up} taps")
     phases = [sum(taps[i::up]) for i in range(up)]
     if max(phases) - min(phases) > 1e-4 * abs(sum(taps)):
         raise Refused(
@@ -249,7 +251,8 @@ def run(inputs: list[Path], out: Path, *, scale: float | None, size: str | None,
                         errors.print(f"{source}: {words}", style="yellow", markup=False, soft_wrap=True)
                     result = convert(picture, request)
                     _save(result, target, kept)
-            except Refused as error:
+            except (Refused, MemoryError) as error:
+                error = error if isinstance(error, Refused) else Refused("there is not enough memory for the result")
                 failed += 1
                 errors.print(f"pixfuse resize: {source}: {error}", style="red", markup=False, soft_wrap=True)
             else:

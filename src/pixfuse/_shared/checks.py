@@ -6,6 +6,7 @@ or pairing. Everything is checked before any work is done, by the public functio
 
 from __future__ import annotations
 
+import math
 import numbers
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -14,6 +15,10 @@ import torch
 from torch import SymFloat, SymInt, Tensor
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+_LARGEST = 2**31 - 1  # of a factor, size or padding: what one of these multiplies fits in 64 bits
+_LARGEST_RESULT = 2**59  # elements, so that bytes fit in 64 bits
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -56,7 +61,11 @@ def floating(op: str, argument: str, value: Any) -> None:
 
 
 def strided(op: str, argument: str, value: Tensor) -> None:
-    """``value`` is a dense tensor, not a sparse or quantised one."""
+    """``value`` is a dense tensor, not a sparse, nested or quantised one."""
+    if value.is_nested:
+        refuse(op, argument, "be a strided (dense) tensor", words("a nested tensor"), TypeError)
+    if value.is_quantized:
+        refuse(op, argument, "be a strided (dense) tensor", words("a quantised tensor"), TypeError)
     if value.layout != torch.strided:
         refuse(op, argument, "be a strided (dense) tensor", words(str(value.layout)), TypeError)
 
@@ -78,6 +87,14 @@ def spatial(op: str, x: Tensor) -> None:
         if size == 0:
             shape = [int(n) for n in x.shape]
             refuse(op, "x", "have no empty spatial axis", words(f"shape {shape}"))
+
+
+def result_size(op: str, argument: str, shape: Sequence[Any], value: Any) -> None:
+    """A result of ``shape``, which follows from ``argument``, has a size that can be counted."""
+    if torch.compiler.is_compiling():  # not a rule to specialise symbolic sizes for
+        return
+    if math.prod(shape) > _LARGEST_RESULT:
+        refuse(op, argument, f"give a result of at most {_LARGEST_RESULT} elements", value)
 
 
 def same_device(op: str, x: Tensor, **others: Tensor | None) -> None:
@@ -106,6 +123,8 @@ def integer(op: str, argument: str, value: Any, minimum: int | None = None) -> A
         refuse(op, argument, "be an int", value, TypeError)
     if minimum is not None and number < minimum:
         refuse(op, argument, f"be at least {minimum}", number)
+    if not -_LARGEST <= number <= _LARGEST:
+        refuse(op, argument, f"be at most {_LARGEST} in magnitude", number)
     return number
 
 
@@ -132,7 +151,10 @@ def real(op: str, argument: str, value: Any) -> Any:
         refuse(op, argument, "be a number", value, TypeError)
     if number != number:  # math.isnan does not trace
         refuse(op, argument, "be a number", value)
-    return number * 1.0
+    try:
+        return number * 1.0
+    except OverflowError:
+        refuse(op, argument, "fit in a float", number)
 
 
 def choice(op: str, argument: str, value: Any, known: Sequence[str]) -> int:

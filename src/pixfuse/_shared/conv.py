@@ -132,8 +132,13 @@ def _leave_to_torch(x: Any, weight: Any, bias: Any) -> bool:
     )
 
 
+def autocast_device(x: Tensor) -> str:
+    """The device type whose autocast state counts for ``x``; meta tensors have none of their own."""
+    return "cpu" if x.is_meta else x.device.type
+
+
 def _convolve(x: Tensor, weight: Tensor, bias: Tensor | None, how: _How) -> Tensor:
-    device = x.device.type
+    device = autocast_device(x)
     if not torch.is_autocast_enabled(device):
         return _Convolution.apply(x, weight, bias, how)
     dtype = torch.get_autocast_dtype(device)

@@ -21,13 +21,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .checks import dtype_name
+from .checks import FLOATS, dtype_name
 
 _LIBRARY = torch.library.Library("pixfuse", "DEF")
 _KERNELS = Path(__file__).parents[1] / "_kernels.so"
 _log = logging.getLogger("pixfuse")
 
 OPS: dict[str, Op] = {}
+_TAKE_INTEGERS = ("interpolate", "upsample_nearest")
 ALIASES: dict[str, str] = {}  # public functions whose work another op does
 
 
@@ -269,7 +270,7 @@ def backend(op: str | Callable[..., Any], x: Tensor) -> Backend:
         a string, ``"cpu"`` (C++), ``"triton"`` or ``"reference"`` (plain PyTorch), with the attribute ``reason``.
 
     Raises:
-        TypeError: x is not a tensor.
+        TypeError: x is not a tensor, or of a dtype that the op refuses.
         ValueError: pixfuse has no such op.
 
     Example:
@@ -283,6 +284,8 @@ def backend(op: str | Callable[..., Any], x: Tensor) -> Backend:
     if name not in OPS and name not in ALIASES:
         raise ValueError(f"backend: op must be one of {', '.join(sorted([*OPS, *ALIASES]))}, got {name!r}")
     name = ALIASES.get(name, name)
+    if x.is_complex() or (x.dtype not in FLOATS and name not in _TAKE_INTEGERS):
+        raise TypeError(f"backend: x must have a dtype that {name} takes, got {dtype_name(x.dtype)}")
     kind = x.device.type
     if kind == "cpu":
         if torch._C._dispatch_has_kernel_for_dispatch_key(f"pixfuse::{name}", "CPU"):

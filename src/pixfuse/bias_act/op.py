@@ -61,6 +61,8 @@ def bias_act(
     """
     act_index = checks.choice("bias_act", "act", act, _NAMES)
     _check_tensors("bias_act", x, b, dim)
+    if b is None:
+        dim = min(1, max(x.dim() - 1, 0))  # no matter
     chosen = ACTIVATIONS[act_index]
     alpha = chosen.def_alpha if alpha is None else checks.real("bias_act", "alpha", alpha)
     gain = chosen.def_gain if gain is None else checks.real("bias_act", "gain", gain)
@@ -79,9 +81,9 @@ def bias_act(
 
 def _check_tensors(op: str, x: Any, b: Any, dim: Any) -> None:
     checks.floating(op, "x", x)
+    checks.integer(op, "dim", dim)
     if b is None:
         return
-    checks.integer(op, "dim", dim)
     if not 0 <= dim < x.dim():
         checks.refuse(op, "dim", f"be from 0 to {x.dim() - 1} (x is {x.dim()}-D)", dim)
     checks.vector(op, "b", b, x.shape[dim], "the size of x along dim")

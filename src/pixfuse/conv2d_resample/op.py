@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from .._shared import checks
-from .._shared.conv import conv2d, conv_transpose2d
+from .._shared.conv import autocast_device, conv2d, conv_transpose2d
 from .._shared.layout import compute_dtype
+from .._shared.library import ALIASES
 from ..upfirdn2d import upfirdn2d
 from ..upfirdn2d.op import Quad, check_fixed_filter, filter_size, parse_padding
 
@@ -70,7 +71,7 @@ def conv2d_resample(
     groups = checks.integer(op, "groups", groups, 1)
     _check_flags(op, flip_weight=flip_weight, flip_filter=flip_filter)
     _check_pair(op, x, "w", w, groups)
-    if not torch.is_autocast_enabled(x.device.type) and w.dtype != x.dtype:
+    if not torch.is_autocast_enabled(autocast_device(x)) and w.dtype != x.dtype:
         checks.refuse(op, "w", f"have the dtype of x ({checks.dtype_name(x.dtype)})", w)
     up, down, pads = _geometry(op, x, w, f, up, down, padding)
     return _resampled(x, w, f, up, down, pads, groups, flip_weight, flip_filter)
@@ -161,7 +162,7 @@ def _factors(x: Tensor, weight: Tensor, styles: Tensor, demodulate: bool) -> tup
     In 16 bits ``w`` and ``s`` come divided by their largest magnitude (``w`` also by the root of its terms). The
     demodulation multiplies it back, so the result does not depend on it: it counts as a constant for the gradients.
     """
-    with torch.autocast(x.device.type, enabled=False):
+    with torch.autocast(autocast_device(x), enabled=False):
         w, s = weight.to(compute_dtype(x)), styles.to(compute_dtype(x))
         if not demodulate:
             return w, s, None
@@ -295,3 +296,6 @@ def _check_noise(
     if not fits:
         wanted = f"broadcast to the result's shape {list(shape)}"
         checks.refuse(op, "noise", wanted, checks.words(f"shape {list(noise.shape)}"))
+
+
+ALIASES.update({f.__name__: "upfirdn2d" for f in (conv2d_resample, modulated_conv2d)})  # their only op with kernels

@@ -344,8 +344,8 @@ struct RowFilter {
       const int64_t k = find(seen, seen_count, 0, 0, 0);
       return weigh(sources.data(), row_step, taps(0), k, partial.data(), y, y_row, count, place.n * chunk);
     }
-    if (phases == 2 && chunk == 1 && seen_count == 1 && axis.step == 1 && axis.count[0] == axis.count[1] &&
-        axis.count[0] >= 1 && axis.count[0] <= 6) {
+    if (phases == 2 && chunk == 1 && y_step == 1 && seen_count == 1 && axis.step == 1 &&
+        axis.count[0] == axis.count[1] && axis.count[0] >= 1 && axis.count[0] <= 6) {
       const A *even = seen[0] + place.sources[0], *odd = seen[0] + place.sources[axis.count[0]];
       const int64_t pairs = place.n / 2;
       auto run = [&](auto rows) { rows(even, odd, row_step, taps(0), taps(1), y, y_row, count, pairs); };
@@ -374,7 +374,7 @@ struct RowFilter {
       }
       return;
     }
-    if (chunk >= kDirect) {
+    if (tiles.chunk >= kDirect) {  // also for the few channels that the last block may have
       const int64_t step = tiles.split == axis.step ? chunk : axis.step * chunk;
       for (int64_t r = 0; r < count; ++r) {
         for (int64_t p = 0, from = 0; p < phases; from += axis.count[p++]) {

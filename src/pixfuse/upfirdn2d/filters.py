@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -54,7 +55,7 @@ def setup_filter(
     if separable is not None:
         checks.flag("setup_filter", "separable", separable)
     try:
-        given = torch.as_tensor(1 if f is None else f)
+        given = f if isinstance(f, Tensor) else torch.as_tensor(1 if f is None else np.array(f))
         if given.is_complex():
             raise TypeError
     except (TypeError, ValueError, RuntimeError):
@@ -65,7 +66,8 @@ def setup_filter(
     if separable and given.dim() == 2:
         checks.refuse("setup_filter", "separable", "be None or False for a 2-D filter", separable)
 
-    taps = given.to(torch.float32)
+    checks.strided("setup_filter", "f", given)
+    taps = given.to(torch.float64)  # products and sums of float32 taps stay in range
     if taps.dim() == 0:
         taps = taps[None]
     if separable is None:
@@ -79,7 +81,7 @@ def setup_filter(
         taps = taps / taps.sum()
     if flip_filter:
         taps = taps.flip([*range(taps.dim())])
-    return (taps * gain ** (taps.dim() / 2)).to(device)
+    return (taps * gain ** (taps.dim() / 2)).to(device, torch.float32)
 
 
 def filter2d(

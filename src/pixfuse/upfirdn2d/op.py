@@ -17,6 +17,8 @@ from . import reference
 
 Quad = tuple[Any, Any, Any, Any]
 
+_MANY_PHASES = 64
+
 
 def upfirdn2d(
     x: Tensor,
@@ -92,8 +94,15 @@ def resample(
             checks.words(f"height {height} and width {width}"),
         )
     out_h, out_w = (height - fh) // down[1] + 1, (width - fw) // down[0] + 1
+    checks.result_size(op, "up or padding", (*x.shape[:2], out_h, out_w), (up, padding))
+    # Steps between outputs of which there is one don't matter, and a kernel has as many phases as a step has samples.
+    down = (_step(down[0], out_w), _step(down[1], out_h))
     y: Tensor = _value(x, f, *up, *down, x0, y0, out_w, out_h, flip_filter, gain)
     return y
+
+
+def _step(down: Any, outputs: Any) -> Any:
+    return 1 if down > _MANY_PHASES and outputs == 1 else down
 
 
 def check_tensors(op: str, x: Any, f: Any) -> None:

@@ -628,3 +628,36 @@ def test_reference_agrees_with_the_kernel() -> None:
     torch.testing.assert_close(
         op.upfirdn2d_filter_backward(x, dy, *args), reference.upfirdn2d_filter_backward(x, dy, *args)
     )
+
+
+@pytest.mark.parametrize("direction", ["down", "up", "none"])
+@pytest.mark.parametrize(("channels", "taps"), [(323, 12), (67, 16), (33, 24), (19, 24), (200, 12), (1, 24), (7, 24)])
+def test_channels_last_blocks_with_few_channels_left(channels: int, taps: int, direction: str) -> None:
+    """A filter that is no product, and a last block of 1 to 7 channels: this once wrote beyond its rows."""
+    generator = torch.Generator().manual_seed(channels)
+    x = torch.randn(2, channels, 9, 8, generator=generator).to(memory_format=torch.channels_last).requires_grad_()
+    f = torch.rand(taps, taps, generator=generator)
+    factors = {"down": {"down": 2}, "up": {"up": 2}, "none": {}}[direction]
+    results = []
+    for t in (x, x.detach().contiguous().requires_grad_()):
+        y = upfirdn2d(t, f, padding=taps // 2, **factors)
+        results.append((y, torch.autograd.grad(y, t, torch.ones_like(y))[0]))
+    for got, want in zip(*results, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+def test_a_step_beyond_the_image_costs_nothing() -> None:
+    x = torch.randn(1, 1, 8, 8, requires_grad=True)
+    y = upfirdn2d(x, torch.ones(4, 4), down=2**31 - 1)
+    y.backward()
+    torch.testing.assert_close(y, upfirdn2d(x, torch.ones(4, 4), down=64)[..., :1, :1])
+    with pytest.raises(ValueError, match="down must be at most 2147483647 in magnitude, got 9223372036854775807"):
+        upfirdn2d(x, torch.ones(4, 4), down=2**63 - 1)
+
+
+def test_setup_filter_keeps_extreme_taps_in_range_and_reads_any_array() -> None:
+    for scale in (1e20, 1e-30):
+        torch.testing.assert_close(setup_filter([scale, scale]), torch.full((2, 2), 0.25))
+    torch.testing.assert_close(setup_filter(np.array([1.0, 2.0, 1.0])[::-1]), setup_filter([1, 2, 1]))
+    with pytest.raises(TypeError, match=r"setup_filter: f must be a strided \(dense\) tensor"):
+        setup_filter(torch.ones(3).to_sparse())

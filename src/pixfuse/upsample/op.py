@@ -62,6 +62,7 @@ def upsample_nearest(x: Tensor, scale: int | Sequence[int], gain: float = 1.0) -
     factors = _check_scale(op, x.dim() - 2, scale)
     gain = checks.real(op, "gain", gain)
     _check_gain(op, x, gain)
+    checks.result_size(op, "scale", (*x.shape, *factors), scale)
     result: Tensor = _nearest(x, factors, gain)
     return result
 
@@ -134,6 +135,7 @@ def interpolate(
         if recompute_scale_factor:
             checks.refuse(op, "recompute_scale_factor", "be None or False with an explicit size", True)
         sizes = [checks.integer(op, "size", s) for s in _per_axis(op, "size", size, len(spatial))]
+        checks.result_size(op, "size", (*x.shape[:2], *sizes), size)
         factors = [0.0] * len(sizes)
     else:
         factors = [
@@ -143,6 +145,7 @@ def interpolate(
             if not 0 < factor < float("inf"):
                 checks.refuse(op, "scale_factor", "be positive and finite", factor)
         sizes = [torch.sym_int(n * factor) for n, factor in zip(spatial, factors, strict=True)]
+        checks.result_size(op, "scale_factor", (*x.shape[:2], *sizes), scale_factor)
         for n, out, factor in zip(spatial, sizes, factors, strict=True):
             if out < 1 <= n:
                 checks.refuse(op, "scale_factor", f"give at least one sample from an axis of {n}", factor)

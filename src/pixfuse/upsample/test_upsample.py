@@ -602,3 +602,15 @@ def test_numpy_numbers_are_numbers() -> None:
     assert pixfuse.interpolate(x, size=np.int64(8)).shape == (1, 2, 8, 8)
     assert pixfuse.interpolate(x, scale_factor=np.float32(1.5)).shape == (1, 2, 6, 7)
     assert pixfuse.upsample_nearest(x, np.int32(2), np.float64(0.5)).shape == (1, 2, 8, 10)
+
+
+def test_results_that_cannot_be_counted_are_refused() -> None:
+    x = torch.zeros(1, 1, 4, 4)
+    with pytest.raises(ValueError, match="upsample_nearest: scale must be at most 2147483647"):
+        pixfuse.upsample_nearest(x, 2**62)
+    with pytest.raises(ValueError, match="upsample_nearest: scale must give a result of at most"):
+        pixfuse.upsample_nearest(x, 2**31 - 1)
+    with pytest.raises(ValueError, match="interpolate: size must give a result of at most"):
+        pixfuse.interpolate(x, size=2**31 - 1)
+    with pytest.raises(ValueError, match="interpolate: scale_factor must give a result of at most"):
+        pixfuse.interpolate(x, scale_factor=2.0**62, mode="bilinear")
