@@ -46,7 +46,9 @@ exec(EVERY_OP)
 
 
 def python(code, *options, folder=None, **environment):
-    """Run ``code`` in a fresh process that imports this very package."""
+    """Run ``code`` in a fresh process that imports this very package, or the one in ``folder``."""
+    if folder:  # an editable install's finder would come before the path
+        code = f"import sys; sys.meta_path[:] = [f for f in sys.meta_path if 'Redirect' not in repr(f)]\n{code}"
     paths = {"PYTHONPATH": str(folder or PACKAGE.parent), "OMP_NUM_THREADS": "1"}
     return subprocess.run(
         [sys.executable, *options, "-c", code],
