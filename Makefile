@@ -45,6 +45,9 @@ gpu: ## on a machine with a GPU, in the Python that has its torch: the battery, 
 	PYTHONPATH=src $(PYTHON) -m pixfuse._cli.main bench --device cuda --json bench-cuda.json
 
 ASAN := $(abspath build/asan)
+# pytest on PYTHONPATH's package, also where an editable install would come first
+PYTEST_HERE := import sys; sys.meta_path[:] = [f for f in sys.meta_path if 'Redirect' not in repr(f)]; \
+  import pytest; sys.exit(pytest.main(sys.argv[1:]))
 asan: $(VENV)/test.stamp ## the CPU kernels under AddressSanitizer and UBSan: golden vectors, strides, odd shapes
 	$(BIN)/cmake -S . -B $(ASAN) -G Ninja -DPIXFUSE_SANITIZE=ON -DPython_EXECUTABLE=$(abspath $(BIN)/python) >/dev/null
 	$(BIN)/ninja -C $(ASAN)
@@ -52,7 +55,7 @@ asan: $(VENV)/test.stamp ## the CPU kernels under AddressSanitizer and UBSan: go
 	cp $(ASAN)/_kernels.so $(ASAN)/src/pixfuse/
 	cd $(ASAN) && LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
 	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 PYTHONPATH=src OMP_NUM_THREADS=2 \
-	  $(abspath $(BIN)/python) -m pytest -q -p no:cacheprovider src/pixfuse \
+	  $(abspath $(BIN)/python) -c "$(PYTEST_HERE)" -q -p no:cacheprovider src/pixfuse \
 	  -k "(golden and not bfloat16) or strides or values or any_ or masks or empty"
 
 clean: ## all that was made
