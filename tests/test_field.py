@@ -50,11 +50,6 @@ def python(code, *options, folder=None, **environment):
     if folder:  # an editable install's finder would come before the path
         code = f"import sys; sys.meta_path[:] = [f for f in sys.meta_path if 'Redirect' not in repr(f)]\n{code}"
     paths = {"PYTHONPATH": str(folder or PACKAGE.parent), "OMP_NUM_THREADS": "1"}
-    # An editable install goes before PYTHONPATH; its finder is taken out.
-    code = (
-        "import sys; sys.meta_path = [f for f in sys.meta_path if type(f).__name__ != 'ScikitBuildRedirectingFinder']\n"
-        + code
-    )
     return subprocess.run(
         [sys.executable, *options, "-c", code],
         capture_output=True,
