@@ -84,6 +84,7 @@ class Writer {
  private:
   static constexpr size_t kLarge = 4 << 20, kStage = 64 << 10, kBlock = 8 << 10;
   void flush() {
+    if (filled_ == 0) return;  // there may be no stage at all
     stream(to_, stage_.data(), filled_ * sizeof(T));
     to_ += std::exchange(filled_, 0);
   }
