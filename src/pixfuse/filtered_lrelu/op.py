@@ -13,10 +13,8 @@ from .._shared.batching import into_batch, one_by_one, outputs, to_front
 from .._shared.layout import compute_dtype, empty, is_channels_last, to_layout
 from .._shared.library import Op, define_op
 from .._shared.sharding import by_batch
-from ..upfirdn2d.op import check_fixed_filter, filter_size, parse_padding
+from ..upfirdn2d.op import check_fixed_filter, effective_step, filter_size, parse_padding
 from . import reference
-
-_MANY_PHASES = 64
 
 
 def filtered_lrelu(
@@ -94,8 +92,7 @@ def filtered_lrelu(
     out_w = _output_size(op, "width", x.shape[3], up, down, x0, x1, up_w, down_w)
     out_h = _output_size(op, "height", x.shape[2], up, down, y0, y1, up_h, down_h)
     checks.result_size(op, "up or padding", (*x.shape[:2], out_h, out_w), (up, padding))
-    if down > _MANY_PHASES and out_w == 1 and out_h == 1:
-        down = 1  # the step between outputs of which there is one does not matter
+    down = effective_step(down, out_w, out_h)
     result: Tensor = _value(x, fu, fd, b, up, down, x0, y0, out_w, out_h, flip, gain, slope, limit)
     return result
 

@@ -95,14 +95,14 @@ def resample(
         )
     out_h, out_w = (height - fh) // down[1] + 1, (width - fw) // down[0] + 1
     checks.result_size(op, "up or padding", (*x.shape[:2], out_h, out_w), (up, padding))
-    # Steps between outputs of which there is one don't matter, and a kernel has as many phases as a step has samples.
-    down = (_step(down[0], out_w), _step(down[1], out_h))
+    down = (effective_step(down[0], out_w), effective_step(down[1], out_h))
     y: Tensor = _value(x, f, *up, *down, x0, y0, out_w, out_h, flip_filter, gain)
     return y
 
 
-def _step(down: Any, outputs: Any) -> Any:
-    return 1 if down > _MANY_PHASES and outputs == 1 else down
+def effective_step(down: Any, *outputs: Any) -> Any:
+    """``down``, or 1 if it is large and no axis has a second output: a kernel has a phase for each of its samples."""
+    return 1 if down > _MANY_PHASES and all(n == 1 for n in outputs) else down
 
 
 def check_tensors(op: str, x: Any, f: Any) -> None:
