@@ -77,9 +77,39 @@ PIXFUSE_INLINE double expm1_(double x) { return std::expm1(x); }
 PIXFUSE_INLINE double log1p_(double u) { return std::log1p(u); }
 PIXFUSE_INLINE double tanh_(double x) { return std::tanh(x); }
 
+// sigmoid(x), and sigmoid(-x) where the former is not 0: it is where |x| would leave the range of float's exponents.
 template <class A>
-PIXFUSE_INLINE A sigmoid_(A x) {
-  return A(1) / (A(1) + exp_(-x));
+struct Sigmoid {
+  A s, rest;
+};
+
+// The ends of that range. The compiler must not know them: it would take them for branches worth separating.
+struct SigmoidLimits {
+  float low = -87.f, high = 87.f;
+  PIXFUSE_INLINE SigmoidLimits() { __asm__("" : "+m"(low), "+m"(high)); }
+};
+
+// One exponential and one division for both.
+PIXFUSE_INLINE Sigmoid<float> sigmoid_(float x, const SigmoidLimits& limits) {
+  constexpr float kRound = 12582912.f + 127.f;  // as in reduce_exp; the sum's last bits are the exponent of 2^n
+  float z = x < limits.low ? limits.low : x;
+  z = z > limits.high ? limits.high : z;
+  const float shifted = z * -1.44269504088896341f + kRound, n = shifted - kRound;
+  const float r = n * 2.12194440e-4f - (n * 0.693359375f + z);  // exp(-z) = 2^n exp(r)
+  float q = 1.38146e-3f;
+  q = q * r + 8.36872e-3f;
+  q = q * r + 4.166839e-2f;
+  q = q * r + 1.6666521e-1f;
+  q = q * r + 4.9999993e-1f;
+  q = q * r + 1.f;
+  q = q * r + 1.f;
+  const float power = std::bit_cast<float>(std::bit_cast<int32_t>(shifted) << 23);
+  float s = 1.f / (q * power + 1.f);
+  s = x < limits.low ? 0.f : s;
+  return {s, q * power * s};
+}
+PIXFUSE_INLINE Sigmoid<double> sigmoid_(double x, const SigmoidLimits&) {
+  return {1 / (1 + std::exp(-x)), 1 / (1 + std::exp(x))};
 }
 
 }  // namespace pixfuse

@@ -1,13 +1,14 @@
 // bias_act on the CPU: value, first and second derivative.
 //
-// Memory is walked in chunks of 1024 elements, each split over threads as a whole. A chunk lives in L1: its biases
-// are laid out beside it, its values converted to the compute type, and one vectorised loop per activation does the
-// mathematics in place. The element-wise results cannot depend on the split. A bias gradient sums fixed pieces
-// (a row of one channel, or a block of pixels where channels are innermost) and then those in order.
+// Memory is walked in chunks of 1024 elements, each split over threads as a whole. A chunk lives in L1: its values
+// with their biases in the compute type, on which one vectorised loop per activation does the mathematics. The
+// element-wise results cannot depend on the split. A bias gradient sums fixed pieces (a row of one channel, or a block
+// of pixels where channels are innermost) and then those in order.
 #include <algorithm>
 #include <cmath>
 
 #include "cpu.h"
+#include "half_rows.h"
 #include "vector_math.h"
 
 namespace pixfuse {
@@ -21,7 +22,7 @@ enum Act : int64_t { kLinear, kRelu, kLrelu, kTanh, kSigmoid, kElu, kSelu, kSoft
 enum Order { kValue, kSlope, kCurvature };
 
 template <Act act, Order order, class A>
-PIXFUSE_INLINE A activation(A t, A alpha) {
+PIXFUSE_INLINE A activation(A t, A alpha, const SigmoidLimits& limits) {
   constexpr A kScale = 1.0507009873554805, kAlpha = 1.6732632423543773;
   const bool positive = t > 0;
   if constexpr (act == kLinear) {
@@ -38,10 +39,9 @@ PIXFUSE_INLINE A activation(A t, A alpha) {
     A slope = 1 - y * y;
     return order == kSlope ? slope : -2 * y * slope;
   } else if constexpr (act == kSigmoid) {
-    A y = sigmoid_(t);
-    if constexpr (order == kValue) return y;
-    A slope = y * sigmoid_(-t);
-    return order == kSlope ? slope : slope * (1 - 2 * y);
+    const auto [s, rest] = sigmoid_(t, limits);
+    if constexpr (order == kValue) return s;
+    return order == kSlope ? s * rest : s * rest * (1 - 2 * s);
   } else if constexpr (act == kElu) {
     if constexpr (order == kValue) return positive ? t : expm1_(t);
     return positive ? A(order == kSlope) : exp_(t);
@@ -50,10 +50,10 @@ PIXFUSE_INLINE A activation(A t, A alpha) {
     return positive ? A(order == kSlope) * kScale : kScale * kAlpha * exp_(t);
   } else if constexpr (act == kSoftplus) {
     if constexpr (order == kValue) return (t < 0 ? A(0) : t) + log1p_(exp_(-std::fabs(t)));
-    A s = sigmoid_(t);
-    return order == kSlope ? s : s * sigmoid_(-t);
+    const auto [s, rest] = sigmoid_(t, limits);
+    return order == kSlope ? s : s * rest;
   } else {
-    A s = sigmoid_(t), rest = sigmoid_(-t);
+    const auto [s, rest] = sigmoid_(t, limits);
     if constexpr (order == kValue) return t * s;
     return order == kSlope ? s * (1 + t * rest) : s * rest * (2 + t * (1 - 2 * s));
   }
@@ -64,67 +64,94 @@ struct Scalars {
   A alpha, gain, clamp;  // clamp < 0: none
 };
 
-// t -> y in place.
+// t -> y, maybe in place.
 template <Act act, class A>
-PIXFUSE_CLONES void value_row(A* t, int64_t n, Scalars<A> s) {
+PIXFUSE_CLONES void value_row(const A* t, A* y, int64_t n, Scalars<A> s) {
+  const SigmoidLimits limits;
   if (s.clamp < 0) {
-    for (int64_t i = 0; i < n; ++i) t[i] = s.gain * activation<act, kValue>(t[i], s.alpha);
+#pragma GCC ivdep
+    for (int64_t i = 0; i < n; ++i) y[i] = s.gain * activation<act, kValue>(t[i], s.alpha, limits);
   } else {
+#pragma GCC ivdep
     for (int64_t i = 0; i < n; ++i) {
-      A v = s.gain * activation<act, kValue>(t[i], s.alpha);
+      A v = s.gain * activation<act, kValue>(t[i], s.alpha, limits);
       v = v > s.clamp ? s.clamp : v;
-      t[i] = v < -s.clamp ? -s.clamp : v;
+      y[i] = v < -s.clamp ? -s.clamp : v;
     }
   }
 }
 
-// d *= gain * act'(t), or act''(t), where y is not clamped. With from_output, t holds y itself, whose sign tells.
+// d = g * gain * act'(t), or act''(t), where y is not clamped, maybe in place. With from_output, t holds y itself,
+// whose sign tells.
 template <Act act, Order order, class A>
-PIXFUSE_CLONES void derivative_row(A* d, const A* t, int64_t n, Scalars<A> s, bool from_output) {
-  for (int64_t i = 0; i < n; ++i) d[i] *= s.gain * activation<act, order>(t[i], s.alpha);
-  if (s.clamp < 0) return;
-  if (from_output) {
-    for (int64_t i = 0; i < n; ++i) d[i] = std::fabs(t[i]) < s.clamp ? d[i] : A(0);
-  } else {
+PIXFUSE_CLONES void derivative_row(const A* g, const A* t, A* d, int64_t n, Scalars<A> s, bool from_output) {
+  const SigmoidLimits limits;
+  auto slope = [&](int64_t i) __attribute__((always_inline)) {
+    return g[i] * (s.gain * activation<act, order>(t[i], s.alpha, limits));
+  };
+  if (s.clamp < 0) {
+#pragma GCC ivdep
+    for (int64_t i = 0; i < n; ++i) d[i] = slope(i);
+  } else if (from_output) {
+#pragma GCC ivdep
     for (int64_t i = 0; i < n; ++i) {
-      d[i] = std::fabs(s.gain * activation<act, kValue>(t[i], s.alpha)) < s.clamp ? d[i] : A(0);
+      const A v = slope(i);
+      d[i] = std::fabs(t[i]) < s.clamp ? v : A(0);
+    }
+  } else {
+#pragma GCC ivdep
+    for (int64_t i = 0; i < n; ++i) {
+      const A v = slope(i);
+      d[i] = std::fabs(s.gain * activation<act, kValue>(t[i], s.alpha, limits)) < s.clamp ? v : A(0);
     }
   }
 }
 
 // --- rows in and out -------------------------------------------------------------------------------------------
 
+// t = x + b, for one b or a row of them.
 template <class T>
-PIXFUSE_CLONES void load_row(const T* x, acc_t<T>* t, int64_t n) {
-  for (int64_t i = 0; i < n; ++i) t[i] = load(x[i]);
+PIXFUSE_CLONES void add_value(const T* __restrict x, acc_t<T> b, acc_t<T>* __restrict t, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) t[i] = load(x[i]) + b;
 }
 template <class T>
-PIXFUSE_CLONES void add_row(const T* x, acc_t<T>* t, int64_t n) {
-  for (int64_t i = 0; i < n; ++i) t[i] += load(x[i]);
+PIXFUSE_CLONES void add_row(const T* x, const acc_t<T>* b, acc_t<T>* t, int64_t n) {
+#pragma GCC ivdep
+  for (int64_t i = 0; i < n; ++i) t[i] = load(x[i]) + b[i];
 }
 template <class T>
 PIXFUSE_CLONES void multiply_row(const T* x, acc_t<T>* t, int64_t n) {
   for (int64_t i = 0; i < n; ++i) t[i] *= load(x[i]);
 }
-template <class T>
-PIXFUSE_CLONES void store_row(const acc_t<T>* t, T* y, int64_t n) {
-  for (int64_t i = 0; i < n; ++i) y[i] = store<T>(t[i]);
-}
 template <class A>
 PIXFUSE_CLONES double sum_row(const A* t, int64_t n) {
-  A lanes[16] = {};
+  constexpr int64_t kLanes = 64;
+  A lanes[kLanes] = {};
   int64_t i = 0;
-  for (; i + 16 <= n; i += 16) {
-    for (int l = 0; l < 16; ++l) lanes[l] += t[i + l];
+  for (; i + kLanes <= n; i += kLanes) {
+    for (int l = 0; l < kLanes; ++l) lanes[l] += t[i + l];
   }
   double sum = 0;
-  for (int l = 0; l < 16; ++l) sum += lanes[l];
+  for (int l = 0; l < kLanes; ++l) sum += lanes[l];
   for (; i < n; ++i) sum += t[i];
   return sum;
 }
 template <class A>
 PIXFUSE_CLONES void accumulate_row(const A* t, double* sum, int64_t n) {
   for (int64_t i = 0; i < n; ++i) sum[i] += t[i];
+}
+
+// sum += the rows of t, which lie side by side: the second half is added to the first until one is left.
+template <class A>
+void sum_rows(const A* t, int64_t rows, int64_t width, A* scratch, double* sum) {
+  while (rows > 1) {
+    const int64_t half = rows / 2;
+    add_row(t, t + half * width, scratch, half * width);
+    if (rows % 2) add_row(scratch, t + 2 * half * width, scratch, width);
+    t = scratch;
+    rows = half;
+  }
+  accumulate_row(t, sum, width);
 }
 
 // --- a tensor as [outer, channels, inner] in memory order ------------------------------------------------------
@@ -155,33 +182,48 @@ View view_of(const Tensor& t, int64_t dim, bool has_bias, bool channels_last) {
   return view;
 }
 
-// t[i] = the bias of the element at start + i (0 without a bias).
-template <class A>
-void bias_row(const std::vector<A>& b, const View& view, int64_t start, A* t, int64_t n) {
-  if (b.empty()) {
-    std::fill(t, t + n, A(0));
-  } else if (view.inner == 1) {
-    int64_t c = start % view.channels;
-    for (int64_t i = 0; i < n; c = 0) {
-      int64_t run = std::min(n - i, view.channels - c);
-      std::copy(b.data() + c, b.data() + c + run, t + i);
-      i += run;
-    }
-  } else {
-    int64_t row = start / view.inner, c = row % view.channels, left = (row + 1) * view.inner - start;
-    for (int64_t i = 0; i < n; left = view.inner) {
-      int64_t run = std::min(n - i, left);
-      std::fill(t + i, t + i + run, b[c]);
-      i += run;
-      c = c + 1 == view.channels ? 0 : c + 1;
-    }
+// Elements with their biases in the compute type. Where channels change often, the biases are laid out once, for as
+// long as a period and a chunk.
+template <class T>
+struct Biased {
+  using A = acc_t<T>;
+  const View& view;
+  std::vector<A> bias, laid_out;
+  int64_t period;
+
+  Biased(const View& view, std::vector<A> values)
+      : view(view), bias(std::move(values)), period(view.channels * view.inner) {
+    constexpr int64_t kRun = 128, kLargest = 1 << 16;
+    if (bias.empty() || view.numel() == 0 || view.inner >= kRun || (view.inner > 1 && period > kLargest)) return;
+    laid_out.reserve(period + kChunk);
+    for (const A b : bias) laid_out.insert(laid_out.end(), view.inner, b);
+    for (int64_t i = 0; i < kChunk; ++i) laid_out.push_back(laid_out[i]);
   }
-}
+
+  // Those from `start` on: in t, or where they lie if there is nothing to do.
+  const A* row(const T* x, int64_t start, A* t, int64_t n) const {
+    if (bias.empty()) {
+      if constexpr (std::is_same_v<T, A>) return x + start;
+      load_row(x + start, t, n);
+    } else if (!laid_out.empty()) {
+      add_row(x + start, laid_out.data() + start % period, t, n);
+    } else {
+      int64_t row = start / view.inner, c = row % view.channels, left = (row + 1) * view.inner - start;
+      for (int64_t i = 0; i < n; left = view.inner) {
+        const int64_t run = std::min(n - i, left);
+        add_value(x + start + i, bias[c], t + i, run);
+        i += run;
+        c = c + 1 == view.channels ? 0 : c + 1;
+      }
+    }
+    return t;
+  }
+};
 
 template <class A>
-using ValueRow = void (*)(A*, int64_t, Scalars<A>);
+using ValueRow = void (*)(const A*, A*, int64_t, Scalars<A>);
 template <class A>
-using DerivativeRow = void (*)(A*, const A*, int64_t, Scalars<A>, bool);
+using DerivativeRow = void (*)(const A*, const A*, A*, int64_t, Scalars<A>, bool);
 
 template <class A, size_t... act>
 ValueRow<A> value_row_of(int64_t chosen, std::index_sequence<act...>) {
@@ -212,7 +254,7 @@ Tensor bias_act_cpu(const Tensor& x_any, const std::optional<Tensor>& b, int64_t
   dispatch_floating(x.scalar_type(), [&](auto kind) {
     using T = decltype(kind);
     using A = acc_t<T>;
-    const auto bias = parameter<A>(b);
+    const Biased<T> biased(view, parameter<A>(b));
     const Scalars<A> scalars{A(alpha), A(gain), A(clamp)};
     const auto apply = value_row_of<A>(act, kAllActs);
     const T* from = data<T>(x);
@@ -222,21 +264,21 @@ Tensor bias_act_cpu(const Tensor& x_any, const std::optional<Tensor>& b, int64_t
       alignas(64) A t[kChunk];
       for (int64_t chunk = begin; chunk < end; ++chunk) {
         const int64_t start = chunk * kChunk, n = std::min(kChunk, numel - start);
-        if (bias.empty()) {
-          load_row(from + start, t, n);
+        const A* values = biased.row(from, start, t, n);
+        if constexpr (std::is_same_v<T, A>) {
+          apply(values, to + start, n, scalars);
         } else {
-          bias_row(bias, view, start, t, n);
-          add_row(from + start, t, n);
+          apply(values, t, n, scalars);
+          store_row(t, to + start, n);
         }
-        apply(t, n, scalars);
-        store_row<T>(t, to + start, n);
       }
     });
   });
   return y;
 }
 
-// Sum the gradients that piece(start, n, d) computes, per channel: in float lanes within a chunk, in double beyond.
+// Sum the gradients that piece(start, n, d) computes, in d or where it says, per channel: in float within a chunk, in
+// double beyond.
 template <class A, class Piece>
 void sum_per_channel(const View& view, A* db, const Piece& piece) {
   if (view.numel() == 0) {
@@ -256,8 +298,7 @@ void sum_per_channel(const View& view, A* db, const Piece& piece) {
         double sum = 0;
         for (int64_t i = first; i < std::min(first + kSegment, rows.inner); i += kChunk) {
           const int64_t n = std::min({kChunk, rows.inner - i, first + kSegment - i});
-          piece(row * rows.inner + i, n, d);
-          sum += sum_row(d, n);
+          sum += sum_row(piece(row * rows.inner + i, n, d), n);
         }
         partial[item] = sum;
       }
@@ -278,7 +319,7 @@ void sum_per_channel(const View& view, A* db, const Piece& piece) {
   const int64_t step = std::min(channels, kChunk), group = std::max<int64_t>(1, kChunk / channels);
   std::vector<double> partial(blocks * channels);
   parallel(blocks, block * channels, [&](int64_t begin, int64_t end) {
-    alignas(64) A d[kChunk];
+    alignas(64) A d[kChunk], scratch[kChunk];
     for (int64_t item = begin; item < end; ++item) {
       double* sum = partial.data() + item * channels;
       const int64_t last = std::min((item + 1) * block, pixels);
@@ -286,8 +327,7 @@ void sum_per_channel(const View& view, A* db, const Piece& piece) {
         const int64_t count = std::min(group, last - p);
         for (int64_t c = 0; c < channels; c += step) {
           const int64_t width = std::min(step, channels - c);
-          piece(p * channels + c, width * count, d);
-          for (int64_t q = 0; q < count; ++q) accumulate_row(d + q * width, sum + c, width);
+          sum_rows(piece(p * channels + c, width * count, d), count, width, scratch, sum + c);
         }
       }
     }
@@ -316,24 +356,25 @@ std::tuple<Tensor, Tensor> bias_act_backward_cpu(const Tensor& dy_any, const std
   dispatch_floating(dy.scalar_type(), [&](auto kind) {
     using T = decltype(kind);
     using A = acc_t<T>;
-    const auto bias = parameter<A>(from_output ? std::nullopt : b);
-    const A limit = from_output ? load(store<T>(A(clamp))) : A(clamp);  // y was rounded, and so was its limit
+    const Biased<T> biased(view, parameter<A>(from_output ? std::nullopt : b));
+    const A limit = !known ? A(-1) : from_output ? load(store<T>(A(clamp))) : A(clamp);  // rounded as y was
     const Scalars<A> scalars{A(alpha), A(gain), limit};
     const auto apply = derivative_row_of<A, kSlope>(known ? act : int64_t(kLinear), kAllActs);
     const T* from = data<T>(dy);
     const T* at = known ? data<T>(*known) : nullptr;
     T* to = mutable_data<T>(dx);
-    auto piece = [&](int64_t start, int64_t n, A* d) {
+    auto piece = [&](int64_t start, int64_t n, A* d) -> const A* {
       alignas(64) A t[kChunk];
-      load_row(from + start, d, n);
-      if (at) {
-        bias_row(bias, view, start, t, n);
-        add_row(at + start, t, n);
+      if constexpr (std::is_same_v<T, A>) {
+        const A* values = at ? biased.row(at, start, t, n) : from + start;  // any values will do
+        apply(from + start, values, to + start, n, scalars, from_output);
+        return to + start;
       } else {
-        std::fill(t, t + n, A(0));
+        load_row(from + start, d, n);
+        apply(d, at ? biased.row(at, start, t, n) : d, d, n, scalars, from_output);
+        store_row(d, to + start, n);
+        return d;
       }
-      apply(d, t, n, scalars, from_output);
-      store_row<T>(d, to + start, n);
     };
     if (need_db) {
       sum_per_channel(view, mutable_data<A>(db), piece);
@@ -365,7 +406,7 @@ Tensor bias_act_second_cpu(const Tensor& v_any, const Tensor& dy_any, const Tens
   dispatch_floating(x.scalar_type(), [&](auto kind) {
     using T = decltype(kind);
     using A = acc_t<T>;
-    const auto bias = parameter<A>(b);
+    const Biased<T> biased(view, parameter<A>(b));
     const Scalars<A> scalars{A(alpha), A(gain), A(clamp)};
     const auto apply = derivative_row_of<A, kCurvature>(act, kAllActs);
     const T *vs = data<T>(v), *dys = data<T>(dy), *xs = data<T>(x);
@@ -377,10 +418,8 @@ Tensor bias_act_second_cpu(const Tensor& v_any, const Tensor& dy_any, const Tens
         const int64_t start = chunk * kChunk, n = std::min(kChunk, numel - start);
         load_row(vs + start, d, n);
         multiply_row(dys + start, d, n);
-        bias_row(bias, view, start, t, n);
-        add_row(xs + start, t, n);
-        apply(d, t, n, scalars, false);
-        store_row<T>(d, to + start, n);
+        apply(d, biased.row(xs, start, t, n), d, n, scalars, false);
+        store_row(d, to + start, n);
       }
     });
   });
