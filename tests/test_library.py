@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -54,8 +54,28 @@ def test_by_definition_takes_the_reference_and_ends() -> None:
     with library.by_definition():
         plain = pixfuse.bias_act(x, act="swish")
     ours = pixfuse.bias_act(x, act="swish")
-    assert "Generated" not in str(plain.grad_fn)
-    assert "pixfuse_bias_act" in str(ours.grad_fn)
+    assert "bias_act" not in str(plain.grad_fn)
+    assert "bias_actBackward" in str(ours.grad_fn)
+
+
+def test_modes_tracer_and_profiler_see_every_operator() -> None:
+    x = torch.randn(2, 4, 5, 5)
+
+    class Seen(torch.utils._python_dispatch.TorchDispatchMode):
+        names: ClassVar[list[str]] = []
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            self.names.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    with Seen():
+        pixfuse.bias_act(x, act="swish")
+    assert "pixfuse.bias_act.default" in Seen.names
+    with torch.profiler.profile() as profile:
+        pixfuse.bias_act(x, act="swish")
+    assert "pixfuse::bias_act" in {event.name for event in profile.events()}
+    graph = torch.fx.experimental.proxy_tensor.make_fx(lambda x: pixfuse.bias_act(x, act="swish"))(x).graph
+    assert torch.ops.pixfuse.bias_act.default in {node.target for node in graph.nodes}
 
 
 LAYOUTS: list[tuple[str, Callable[[], Tensor], bool]] = [

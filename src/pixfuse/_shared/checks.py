@@ -62,12 +62,10 @@ def floating(op: str, argument: str, value: Any) -> None:
 
 def strided(op: str, argument: str, value: Tensor) -> None:
     """``value`` is a dense tensor, not a sparse, nested or quantised one."""
-    if value.is_nested:
-        refuse(op, argument, "be a strided (dense) tensor", words("a nested tensor"), TypeError)
-    if value.is_quantized:
-        refuse(op, argument, "be a strided (dense) tensor", words("a quantised tensor"), TypeError)
-    if value.layout != torch.strided:
-        refuse(op, argument, "be a strided (dense) tensor", words(str(value.layout)), TypeError)
+    if value.layout is torch.strided and not value.is_nested and not value.is_quantized:
+        return
+    kind = "a nested tensor" if value.is_nested else "a quantised tensor" if value.is_quantized else str(value.layout)
+    refuse(op, argument, "be a strided (dense) tensor", words(kind), TypeError)
 
 
 def image(op: str, x: Any, ndim: Sequence[int]) -> None:
@@ -83,10 +81,9 @@ def spatial(op: str, x: Tensor) -> None:
     """``x`` has no spatial axis of size 0 (an empty batch or no channels are fine)."""
     if torch.compiler.is_dynamo_compiling():
         return  # tracing cannot print symbolic sizes, so the fake kernel says it
-    for size in x.shape[2:]:
-        if size == 0:
-            shape = [int(n) for n in x.shape]
-            refuse(op, "x", "have no empty spatial axis", words(f"shape {shape}"))
+    if x.numel() == 0 and 0 in x.shape[2:]:
+        shape = [int(n) for n in x.shape]
+        refuse(op, "x", "have no empty spatial axis", words(f"shape {shape}"))
 
 
 def result_size(op: str, argument: str, shape: Sequence[Any], value: Any) -> None:
@@ -97,22 +94,24 @@ def result_size(op: str, argument: str, shape: Sequence[Any], value: Any) -> Non
         refuse(op, argument, f"give a result of at most {_LARGEST_RESULT} elements", value)
 
 
-def same_device(op: str, x: Tensor, **others: Tensor | None) -> None:
-    """Every tensor given lies on the device of ``x``."""
-    for argument, value in others.items():
-        if value is not None and value.device != x.device:
-            refuse(op, argument, f"be on the device of x ({x.device})", words(str(value.device)))
+def same_device(op: str, argument: str, value: Tensor, x: Tensor) -> None:
+    """``value`` lies on the device of ``x``."""
+    if value.device != x.device:
+        refuse(op, argument, f"be on the device of x ({x.device})", words(str(value.device)))
 
 
-def vector(op: str, argument: str, value: Any, length: Any, meaning: str) -> None:
-    """``value`` is a floating 1-D tensor of ``length`` elements."""
+def vector(op: str, argument: str, value: Any, length: Any, meaning: str, x: Tensor) -> None:
+    """``value`` is a floating 1-D tensor of ``length`` elements on the device of ``x``."""
     floating(op, argument, value)
     if value.dim() != 1 or value.shape[0] != length:
         refuse(op, argument, f"have shape [{length}] ({meaning})", words(f"shape {list(value.shape)}"))
+    same_device(op, argument, value, x)
 
 
 def integer(op: str, argument: str, value: Any, minimum: int | None = None) -> Any:
     """``value`` as an int (numpy integers too; bools are refused), at least ``minimum``."""
+    if type(value) is int and (-_LARGEST if minimum is None else minimum) <= value <= _LARGEST:
+        return value
     if isinstance(value, bool):
         refuse(op, argument, "be an int", value, TypeError)
     if isinstance(value, (int, SymInt)):
@@ -140,6 +139,8 @@ def pair(op: str, argument: str, value: Any, minimum: int) -> tuple[Any, Any]:
 
 def real(op: str, argument: str, value: Any) -> Any:
     """``value`` as a Python float; accepts ints, floats and numpy numbers, refuses bools, NaN and tensors."""
+    if type(value) is float and value == value:
+        return value
     if isinstance(value, bool):
         refuse(op, argument, "be a number", value, TypeError)
     number: Any

@@ -37,37 +37,69 @@ class Op:
 
     def __init__(
         self,
+        name: str,
         overload: torch._ops.OpOverload,
         reference: Callable[..., Any],
-        function: type[torch.autograd.Function],
+        transformed: type[torch.autograd.Function],
+        recorded: type[torch.autograd.Function],
         sharding: Callable[..., Any],
         room: str,
     ) -> None:
+        self.name = name  # without its namespace
+        self.tensors = sum("Tensor" in str(a.type) for a in overload._schema.arguments)  # they come first
         self.overload = overload
+        self._call = overload._op  # the same without Python of its own
         self.reference = reference
-        self.function = function
+        self.transformed = transformed
+        self.recorded = recorded
         self.sharding = sharding
         self.room = room
 
-    @property
-    def name(self) -> str:
-        """The op's name without its namespace."""
-        return self.overload._schema.name.removeprefix("pixfuse::")
-
     def __call__(self, *args: Any) -> Any:
+        # Small images spend more time here than in their kernel, hence no generators and few calls.
         if torch.compiler.is_compiling():
             return self.overload(*args)
-        if _by_definition or _forward_mode():  # the reference is plain PyTorch, which has every forward-mode rule
-            return self.reference(*args)
-        if torch._C._functorch.peek_interpreter_stack() is not None:
-            return self.function.apply(*args)
-        if torch.is_grad_enabled():
-            for a in args:  # a generator would cost a microsecond
-                if isinstance(a, Tensor) and a.requires_grad:
+        transformed = _peek_interpreter_stack() is not None
+        if _by_definition or _forward_ad._current_level >= 0 or (transformed and _forward_mode()):
+            return self.reference(*args)  # plain PyTorch, which has every forward-mode rule
+        if transformed:
+            return self.transformed.apply(*args)
+        record = False
+        for x in args[: self.tensors]:
+            if x is not None:
+                if type(x) not in _PLAIN:
                     return self.overload(*args)
-        # Nothing to record: skip autograd's Python wrapper, which costs more than a small kernel.
-        with torch._C._AutoDispatchBelowAutograd():
+                record = record or x.requires_grad
+        if _watched():
             return self.overload(*args)
+        if record and torch.is_grad_enabled():
+            return self.recorded.apply(*args)
+        return self.run(*args)
+
+    def run(self, *args: Any) -> Any:
+        """The kernel alone: nothing is recorded, and a GPU's is called past the dispatcher."""
+        x = args[0]
+        if x.is_cuda:
+            kernel, _ = _gpu_kernel(self.room, self.name, x.dtype, x.device)
+            return (kernel or self.reference)(*args)
+        with torch._C._AutoDispatchBelowAutograd():
+            return self._call(*args)
+
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+_forward_ad = torch.autograd.forward_ad
+_profiler = torch.autograd.profiler
+_peek_interpreter_stack = torch._C._functorch.peek_interpreter_stack
+
+
+def _watched() -> bool:
+    """Whether a mode, the profiler or the tracer asks to see every operator: then calls go by the dispatcher."""
+    return (
+        torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._len_torch_function_stack() > 0
+        or _profiler._is_profiler_enabled
+        or torch._C._get_tracing_state() is not None
+    )
 
 
 _by_definition = False
@@ -85,10 +117,7 @@ def by_definition() -> Iterator[None]:
 
 
 def _forward_mode() -> bool:
-    if torch.autograd.forward_ad._current_level >= 0:
-        return True
-    if torch._C._functorch.peek_interpreter_stack() is None:
-        return False
+    """Whether one of the active transforms is torch.func.jvp."""
     stack = torch._C._functorch.get_interpreter_stack() or []
     return any(level.key() == torch._C._functorch.TransformType.Jvp for level in stack)
 
@@ -129,18 +158,21 @@ def define_op(
     torch.library.register_autograd(qualified, backward, setup_context=setup_context, lib=_LIBRARY)
     torch.library.register_vmap(qualified, vmap, lib=_LIBRARY)
 
-    # torch.func refuses ops with register_autograd, so its transforms get the same rules as a Function.
-    function = type(
-        name,
-        (torch.autograd.Function,),
-        {
-            "forward": staticmethod(lambda *args: overload(*args)),
-            "setup_context": staticmethod(setup_context),
-            "backward": staticmethod(backward),
-            "vmap": staticmethod(vmap),
-        },
+    def record(ctx: Any, *args: Any) -> Any:
+        output = op.run(*args)
+        setup_context(ctx, args, output)
+        return output
+
+    def function(**rules: Callable[..., Any]) -> type[torch.autograd.Function]:
+        return type(name, (torch.autograd.Function,), {rule: staticmethod(call) for rule, call in rules.items()})
+
+    # torch.func refuses ops with register_autograd, so its transforms get the same rules as a Function, and eager
+    # autograd gets them as one in the older form, which costs half as much to call.
+    transformed = function(
+        forward=lambda *args: overload(*args), setup_context=setup_context, backward=backward, vmap=vmap
     )
-    OPS[name] = op = Op(overload, reference, function, sharding, room)
+    recorded = function(forward=record, backward=backward)
+    OPS[name] = op = Op(name, overload, reference, transformed, recorded, sharding, room)
     return op
 
 

@@ -86,8 +86,7 @@ def _check_tensors(op: str, x: Any, b: Any, dim: Any) -> None:
         return
     if not 0 <= dim < x.dim():
         checks.refuse(op, "dim", f"be from 0 to {x.dim() - 1} (x is {x.dim()}-D)", dim)
-    checks.vector(op, "b", b, x.shape[dim], "the size of x along dim")
-    checks.same_device(op, x, b=b)
+    checks.vector(op, "b", b, x.shape[dim], "the size of x along dim", x)
 
 
 # --- rules of the value ---------------------------------------------------------------------------------------

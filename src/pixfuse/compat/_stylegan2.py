@@ -29,7 +29,7 @@ def leaky_relu(op: str, x: Any, bias: Any, negative_slope: Any, scale: Any) -> T
     if x.dim() < 2:
         checks.refuse(op, "input", "be at least 2-D ([N, C, ...])", checks.words(f"shape {list(x.shape)}"))
     if bias is not None:
-        checks.vector(op, "bias", bias, x.shape[1], "the channels of input")
+        checks.vector(op, "bias", bias, x.shape[1], "the channels of input", x)
     slope = checks.real(op, "negative_slope", negative_slope)
     return bias_act(x, bias, act="lrelu", alpha=slope, gain=checks.real(op, "scale", scale))
 

@@ -135,10 +135,11 @@ def modulated_conv2d(
     if styles.dim() != 2 or styles.shape[0] != x.shape[0] or styles.shape[1] != x.shape[1]:
         wanted = f"have shape [{x.shape[0]}, {x.shape[1]}] (images and channels of x)"
         checks.refuse(op, "styles", wanted, checks.words(f"shape {list(styles.shape)}"))
+    checks.same_device(op, "styles", styles, x)
     up, down, pads = _geometry(op, x, weight, resample_filter, up, down, padding, "resample_filter")
     if noise is not None:
         _check_noise(op, noise, x, weight, resample_filter, up, down, pads)
-    checks.same_device(op, x, styles=styles, noise=noise)
+        checks.same_device(op, "noise", noise, x)
 
     w, s, d = _factors(x, weight, styles, demodulate)
     n, c, h, width = x.shape
@@ -250,7 +251,7 @@ def _check_pair(op: str, x: Any, name: str, w: Any, groups: int) -> None:
         checks.refuse(op, name, wanted, shape)
     if w.shape[0] % groups:
         checks.refuse(op, "groups", f"divide the {w.shape[0]} output channels of {name}", groups)
-    checks.same_device(op, x, **{name: w})
+    checks.same_device(op, name, w, x)
 
 
 def _geometry(

@@ -110,8 +110,7 @@ def _check_tensors(op: str, x: Any, fu: Any, fd: Any, b: Any) -> None:
     check_fixed_filter(op, "fu", fu, x)
     check_fixed_filter(op, "fd", fd, x)
     if b is not None:
-        checks.vector(op, "b", b, x.shape[1], "the channels of x")
-    checks.same_device(op, x, b=b)
+        checks.vector(op, "b", b, x.shape[1], "the channels of x", x)
 
 
 # --- rules of the value ---------------------------------------------------------------------------------------

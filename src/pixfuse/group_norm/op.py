@@ -83,10 +83,10 @@ def _check(x: Any, weight: Any, bias: Any, num_groups: Any, eps: Any) -> tuple[i
     small = checks.real("group_norm", "eps", eps)
     if not 0 <= small < math.inf:
         checks.refuse("group_norm", "eps", "be a finite number of at least 0", eps)
-    for name, value in (("weight", weight), ("bias", bias)):
-        if value is not None:
-            checks.vector("group_norm", name, value, channels, "the channels of x")
-    checks.same_device("group_norm", x, weight=weight, bias=bias)
+    if weight is not None:
+        checks.vector("group_norm", "weight", weight, channels, "the channels of x", x)
+    if bias is not None:
+        checks.vector("group_norm", "bias", bias, channels, "the channels of x", x)
     return number, small
 
 

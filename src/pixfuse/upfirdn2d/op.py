@@ -124,8 +124,7 @@ def check_filter(op: str, argument: str, f: Any, x: Tensor) -> None:
     checks.strided(op, argument, f)
     if f.dim() not in (1, 2) or f.numel() == 0:
         checks.refuse(op, argument, kind, f, remedy="call setup_filter")
-    if f.device != x.device:
-        checks.same_device(op, x, **{argument: f})
+    checks.same_device(op, argument, f, x)
 
 
 def check_fixed_filter(op: str, argument: str, f: Any, x: Tensor) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ _MODES = {
     "area": (AREA, (3, 4, 5)),
     "lanczos": (LANCZOS, (4,)),
 }
+_NAMES = tuple(_MODES)
 
 
 def upsample_nearest(x: Tensor, scale: int | Sequence[int], gain: float = 1.0) -> Tensor:
@@ -113,7 +115,7 @@ def interpolate(
         tensor([[[0., 1., 3., 4.]]])
     """
     op = "interpolate"
-    checks.choice(op, "mode", mode, tuple(_MODES))
+    checks.choice(op, "mode", mode, _NAMES)
     code, ranks = _MODES[mode]
     _check_image(op, x)
     if x.dim() not in ranks:
@@ -134,15 +136,13 @@ def interpolate(
     if size is not None:
         if recompute_scale_factor:
             checks.refuse(op, "recompute_scale_factor", "be None or False with an explicit size", True)
-        sizes = [checks.integer(op, "size", s) for s in _per_axis(op, "size", size, len(spatial))]
+        sizes = _per_axis(op, "size", size, len(spatial), checks.integer)
         checks.result_size(op, "size", (*x.shape[:2], *sizes), size)
         factors = [0.0] * len(sizes)
     else:
-        factors = [
-            checks.real(op, "scale_factor", s) for s in _per_axis(op, "scale_factor", scale_factor, len(spatial))
-        ]
+        factors = _per_axis(op, "scale_factor", scale_factor, len(spatial), checks.real)
         for factor in factors:
-            if not 0 < factor < float("inf"):
+            if not 0 < factor < math.inf:
                 checks.refuse(op, "scale_factor", "be positive and finite", factor)
         sizes = [torch.sym_int(n * factor) for n, factor in zip(spatial, factors, strict=True)]
         checks.result_size(op, "scale_factor", (*x.shape[:2], *sizes), scale_factor)
@@ -172,17 +172,17 @@ def _check_image(op: str, x: Any) -> None:
     checks.spatial(op, x)
 
 
-def _per_axis(op: str, argument: str, value: Any, axes: int) -> Sequence[Any]:
-    """One value for each axis from one for all or a sequence of them."""
+def _per_axis(op: str, argument: str, value: Any, axes: int, check: Callable[..., Any], *limits: int) -> list[Any]:
+    """One checked value for each axis from one for all or a sequence of them."""
     if not isinstance(value, (list, tuple)):
-        return [value] * axes
+        return [check(op, argument, value, *limits)] * axes
     if len(value) != axes:
         checks.refuse(op, argument, f"be one number or one for each of the {axes} spatial axes", value)
-    return value
+    return [check(op, argument, v, *limits) for v in value]
 
 
 def _check_scale(op: str, axes: int, scale: Any) -> list[int]:
-    return [int(checks.integer(op, "scale", s, 1)) for s in _per_axis(op, "scale", scale, axes)]
+    return _per_axis(op, "scale", scale, axes, checks.integer, 1)
 
 
 def _check_gain(op: str, x: Tensor, gain: float) -> None:
