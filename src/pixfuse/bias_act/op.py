@@ -161,6 +161,12 @@ def _first_backward(ctx: Any, ddx: Tensor | None, ddb: Tensor | None) -> tuple[T
     return ddy, dx, db, None, None, None, None, None, None, None, None
 
 
+def channel_sums(x: Tensor) -> Tensor:
+    """The sums of ``x`` ``[N, C, ...]`` per channel in the compute dtype, the same for any number of threads."""
+    sums: Tensor = _first(x, None, None, None, 1, _LINEAR, 0.0, 1.0, -1.0, is_channels_last(x), True)[1]
+    return sums
+
+
 # --- rules of the second derivative ---------------------------------------------------------------------------
 
 

@@ -243,12 +243,13 @@ def _check_pair(op: str, x: Any, name: str, w: Any, groups: int) -> None:
     """``x`` is an image, and ``w`` a weight for it."""
     checks.image(op, x, (4,))
     checks.floating(op, name, w)
-    shape = checks.words(f"shape {list(w.shape)}")
+    wanted = None  # words are made for a refusal only: a compiled call with dynamic sizes has no constant ones
     if w.dim() != 4 or 0 in w.shape[2:]:
-        checks.refuse(op, name, "be 4-D ([out, in / groups, kh, kw]) with at least one tap", shape)
-    if x.shape[1] != w.shape[1] * groups:
+        wanted = "be 4-D ([out, in / groups, kh, kw]) with at least one tap"
+    elif x.shape[1] != w.shape[1] * groups:
         wanted = f"have {x.shape[1]} / {groups} input channels (channels of x / groups)"
-        checks.refuse(op, name, wanted, shape)
+    if wanted is not None:
+        checks.refuse(op, name, wanted, checks.words(f"shape {list(w.shape)}"))
     if w.shape[0] % groups:
         checks.refuse(op, "groups", f"divide the {w.shape[0]} output channels of {name}", groups)
     checks.same_device(op, name, w, x)

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from .._shared import checks
 from .._shared.batching import into_batch, one_by_one, outputs, to_front
-from .._shared.layout import compute_dtype, empty, is_channels_last, to_layout
+from .._shared.layout import empty, is_channels_last, to_layout
 from .._shared.library import Op, define_op
 from .._shared.sharding import by_batch
+from ..bias_act.op import channel_sums
 from ..upfirdn2d.op import check_fixed_filter, effective_step, filter_size, parse_padding
 from . import reference
 
@@ -138,7 +139,7 @@ def _value_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     if need_dx or need_db:
         dx = _adjoint(dy, *ctx.saved_tensors, *ctx.scalars)
         if need_db:
-            db = dx.sum((0, 2, 3), dtype=compute_dtype(dx)).to(b.dtype)
+            db = channel_sums(dx).to(b.dtype)
     return dx if need_dx else None, None, None, db, *(None,) * 10
 
 

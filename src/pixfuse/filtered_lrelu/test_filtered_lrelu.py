@@ -225,6 +225,24 @@ def test_bit_equal_for_any_batch_and_threads(form, dtype):
         assert all(torch.equal(a, e[i : i + 1]) for a, e in zip(run(x[i : i + 1]), whole, strict=True))
 
 
+@pytest.mark.parametrize("channels", [1, 3])
+def test_bias_gradient_does_not_depend_on_threads(channels):
+    """PyTorch's own sum does, where it has one result: a single channel."""
+    x, dy = (image(2, channels, 301, 500, seed=s, dtype=torch.float32) for s in (0, 1))
+    b = torch.zeros(channels, requires_grad=True)
+    threads = torch.get_num_threads()
+    found = []
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            y = filtered_lrelu(x, taps(4), taps(4), b, up=2, down=2, padding=3)
+            found += torch.autograd.grad(y, b, dy)
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+
+
 @pytest.mark.parametrize("shape", [(0, 3, 5, 4), (2, 0, 4, 4)])
 def test_empty_batch_or_channels(shape):
     x, b = torch.zeros(shape, requires_grad=True), torch.zeros(shape[1], requires_grad=True)

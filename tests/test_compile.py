@@ -1,0 +1,151 @@
+"""torch.compile over more than one op: modules, a patched U-Net, Inductor, sizes that change, and what does not trace.
+
+That every op compiles with fullgraph, forward and backward, bit for bit, is in the battery (``check_compile``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch._dynamo.testing
+from torch import Tensor, nn
+
+import pixfuse
+import pixfuse.nn as pnn
+
+FILTER = pixfuse.setup_filter([1, 3, 3, 1])
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")  # Inductor
+SIZES = ((10, 12), (12, 10), (18, 20))
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def image(height: int, width: int, channels: int = 8) -> Tensor:
+    x = torch.randn(2, channels, height, width, generator=torch.Generator().manual_seed(height))
+    return x.requires_grad_()
+
+
+def results(call: Callable[[Tensor], Tensor], x: Tensor, parameters: tuple[Tensor, ...] = ()) -> list[Tensor]:
+    y = call(x)
+    return [y, *torch.autograd.grad(y.square().sum(), (x, *parameters))]
+
+
+B, W = torch.linspace(-1, 1, 8), torch.linspace(-1, 1, 8 * 8 * 9).reshape(8, 8, 3, 3)
+OPS: dict[str, Callable[[Tensor], Tensor]] = {
+    "bias_act": lambda x: pixfuse.bias_act(x, B, act="swish"),
+    "upfirdn2d": lambda x: pixfuse.upfirdn2d(x, FILTER, up=2, down=3, padding=2),
+    "downsample2d": lambda x: pixfuse.downsample2d(x, FILTER),
+    "filtered_lrelu": lambda x: pixfuse.filtered_lrelu(x, FILTER, FILTER, B, up=2, down=2, padding=3, clamp=1),
+    "group_norm": lambda x: pixfuse.group_norm(x, 4, B, B, act="silu"),
+    "conv2d_resample": lambda x: pixfuse.conv2d_resample(x, W, FILTER, up=2, padding=1),
+    "modulated_conv2d": lambda x: pixfuse.modulated_conv2d(x, W, torch.ones(2, 8), padding=1),
+    "upsample_nearest": lambda x: pixfuse.upsample_nearest(x, 2),
+    "interpolate": lambda x: pixfuse.interpolate(x, scale_factor=0.5, mode="bicubic", antialias=True),
+}
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_sizes_do_not_compile_again(op: str) -> None:
+    """As a user calls it: the second size compiles for all sizes. With ``dynamic`` the first one does."""
+    call = OPS[op]
+    for dynamic in (None, True):
+        torch._dynamo.reset()
+        counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+        compiled = torch.compile(call, backend=counter, fullgraph=True, dynamic=dynamic)
+        compilations = []
+        for size in SIZES:
+            for got, wanted in zip(results(compiled, image(*size)), results(call, image(*size)), strict=True):
+                assert torch.equal(got, wanted), size
+            compilations.append(counter.frame_count)
+        assert compilations[1 if dynamic is None else 0] == compilations[-1]
+
+
+def modules() -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        pnn.GroupNorm(4, 8),
+        pnn.FusedLeakyReLU(8),
+        pnn.Blur(up=2),
+        pnn.FilteredLReLU(8, [1, 3, 3, 1], [1, 3, 3, 1], up=2, down=2, padding=3),
+        pnn.GroupNormSiLU(2, 8),
+        pnn.Upsample(scale_factor=1.5, mode="bicubic"),
+        pnn.Blur(down=2),
+    )
+    for parameter in model.parameters():
+        nn.init.normal_(parameter)
+    return model
+
+
+class StockUNet(nn.Module):
+    """Of stock layers only; ``pixfuse.patch`` replaces its norms, activations and upsampling."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+
+        def block(a: int, b: int) -> nn.Sequential:
+            return nn.Sequential(nn.Conv2d(a, b, 3, padding=1), nn.GroupNorm(4, b), nn.SiLU())
+
+        self.enter, self.down, self.inner = block(8, 8), nn.AvgPool2d(2), block(8, 16)
+        self.up, self.leave = nn.Upsample(scale_factor=2, mode="bilinear"), block(24, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        skip = self.enter(x)
+        return self.leave(torch.cat([skip, self.up(self.inner(self.down(skip)))], 1))
+
+
+def patched_unet() -> nn.Module:
+    model = StockUNet()
+    report = pixfuse.patch(model)
+    assert len(report.replaced) >= 7, report
+    return model
+
+
+@pytest.mark.parametrize("make", [modules, patched_unet])
+def test_a_network_has_no_graph_break(make: Callable[[], nn.Module]) -> None:
+    model = make()
+    explained = torch._dynamo.explain(model)(image(8, 12))
+    assert (explained.graph_count, explained.graph_break_count) == (1, 0)
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    parameters = tuple(model.parameters())
+    for size in SIZES:
+        wanted = results(model, image(*size), parameters)
+        for got, want in zip(results(compiled, image(*size), parameters), wanted, strict=True):
+            assert torch.equal(got, want), size
+    assert counter.frame_count == 2
+
+
+def test_inductor_equals_eager_bit_for_bit() -> None:
+    """Nothing of an op is traced into: Inductor calls the same kernels."""
+    model = modules()
+    parameters = tuple(model.parameters())
+    compiled = torch.compile(model, fullgraph=True, dynamic=True)
+    for size in SIZES[:2]:
+        for channels_last in (False, True):
+            x = image(*size).detach()
+            if channels_last:
+                x = x.contiguous(memory_format=torch.channels_last)
+            wanted = results(model, x.clone().requires_grad_(), parameters)
+            for got, want in zip(results(compiled, x.clone().requires_grad_(), parameters), wanted, strict=True):
+                assert torch.equal(got, want)
+                assert got.stride() == want.stride()
+
+
+@pytest.mark.xfail(
+    raises=torch._dynamo.exc.TorchRuntimeError, reason="PyTorch traces no custom op inside torch.func.grad"
+)
+def test_compile_around_torch_func_grad() -> None:
+    def gradient(x: Tensor) -> Tensor:
+        return torch.func.grad(lambda x: pixfuse.bias_act(x, act="swish").sum())(x)
+
+    x = image(3, 4).detach()
+    torch.testing.assert_close(torch.compile(gradient, fullgraph=True, backend="aot_eager")(x), gradient(x))
