@@ -23,9 +23,8 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "src"))
-sys.path.insert(0, str(ROOT / "examples" / "stylegan2"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "src"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "stylegan2"))
 
 import losses
 import networks
@@ -272,7 +271,7 @@ def main() -> None:
                     torch.cuda.empty_cache()
 
     name = torch.cuda.get_device_name() if args.device == "cuda" else "CPU"
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True).stdout
     print(f"\n{name}, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}, commit {commit.strip() or 'unknown'}\n")
     print("| ops | precision | layout | G | D | R1 | PL | iteration | peak GiB |\n" + "|---" * 9 + "|")
     for row in rows:
