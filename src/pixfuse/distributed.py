@@ -1,25 +1,321 @@
-"""DTensor support: importing this module registers every op's sharding rule.
+"""DTensors: the ops of pixfuse on images that lie on several processes, split along any axis.
 
-An op on a DTensor sharded along the batch runs on each rank without communication; parameters are replicated and
-their gradients are partial sums. It is a module of its own because importing DTensor costs most of a second.
+After ``import pixfuse.distributed`` every public op takes DTensors. An image may be split along the batch, the
+channels (``group_norm``: at whole groups) or a spatial axis, evenly or not, so that a picture too large for one GPU
+runs on several::
 
-Example:
-    >>> import pixfuse.distributed  # doctest: +SKIP
+    mesh = init_device_mesh("cuda", (2,))
+    x = distribute_tensor(picture, mesh, [Shard(2)])  # the upper half of the rows, and the lower
+    y = pixfuse.group_norm(pixfuse.upfirdn2d(x, f, up=2), 32, weight, bias)
+
+* A result is split as ``x`` is, and the values and gradients are those of one process (see ``Sharding``: a shard is the
+  op on the rows that it reads; those of other processes are fetched, forward and backward, in one ``all_to_all``).
+* The statistics of ``group_norm`` are pooled over the shards of an image.
+* Parameters, filters and biases may be plain tensors, the same on every process, or DTensors. Their gradients are
+  summed over the processes, once, in backward.
+* What cannot be split as asked (a group of channels, a tensor of partial sums) is gathered first.
+* Under ``torch.compile`` batch and channel shards stay split; spatial ones are gathered.
+
+PyTorch's own convolution gives wrong results for split rows. :func:`conv2d` and :func:`conv_transpose2d` are right,
+and :func:`patch_convolutions` puts the ``nn.Conv2d`` of a model on them.
+
+It is a module of its own because importing DTensor costs most of a second.
 """
 
 from __future__ import annotations
 
+import functools
+import math
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 
-from ._shared.library import OPS
+from ._shared import conv, library
+from ._shared.checks import words
+from ._shared.layout import dense_strides, empty, is_channels_last, to_layout
+from ._shared.library import OPS, Op
+from ._shared.sharding import CHANNELS, IMAGE, STATS, WHOLE, Sharding, Span, chunks
 
-__all__ = ["register"]
+__all__ = ["Conv2d", "conv2d", "conv_transpose2d", "patch_convolutions", "register"]
 
 
 def register() -> None:
-    """Register the sharding rule of every op with DTensor."""
+    """Let every op take DTensors, and register its sharding rule for ``torch.compile``."""
     for op in OPS.values():
         register_sharding(op.overload)(op.sharding)
+    library.for_shards = (DTensor, _call)
+
+
+# --- from DTensors to shards and back -------------------------------------------------------------------------
+
+
+def _call(op: Op, args: Sequence[Any]) -> Any:
+    """The op on DTensors, with the op's own rules for its gradients."""
+    return anchored(_function(op).apply(*placed(op.sharding, args)))
+
+
+@functools.cache
+def _function(op: Op) -> type[torch.autograd.Function]:
+    rule = op.sharding
+    run = rule.run or (lambda args, *rest: op(*args))
+    backward = functools.partial(_backward_of_whole, op) if rule.whole_backward else op.transformed.backward
+    return type(
+        f"{op.name}_on_shards",
+        (torch.autograd.Function,),
+        {
+            "forward": staticmethod(lambda *args: on_shards(rule, run, args)),
+            "setup_context": op.transformed.setup_context,
+            "backward": staticmethod(backward),
+        },
+    )
+
+
+def _backward_of_whole(op: Op, ctx: Any, *grads: Any) -> tuple[Any, ...]:
+    """The rule of an op that is derived from its reference, on whole images."""
+    saved = ctx.saved_tensors
+    whole = SimpleNamespace(**vars(ctx), needs_input_grad=ctx.needs_input_grad)
+    whole.saved_tensors = [t.full_tensor() for t in saved]
+    found = list(op.transformed.backward(whole, *(None if g is None else g.full_tensor() for g in grads)))
+    tensors = iter(saved)
+    for i, other in enumerate(ctx.others):
+        like = next(tensors) if other is None else None
+        if found[i] is not None and like is not None:
+            found[i] = _replicated(found[i], like.device_mesh).redistribute(like.device_mesh, like.placements)
+    return tuple(found)
+
+
+def _replicated(t: Tensor, mesh: DeviceMesh) -> DTensor:
+    """A tensor that every process has, as a DTensor."""
+    return t if isinstance(t, DTensor) else DTensor.from_local(t, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+
+def placed(rule: Sharding, args: Sequence[Any]) -> list[Any]:
+    """``args`` as DTensors: the images split alike, as the rule allows, all else where it belongs."""
+    mesh: DeviceMesh = args[0].device_mesh
+    args = list(args)
+    for i, a in enumerate(args):
+        if isinstance(a, Tensor):
+            args[i] = a = _replicated(a, mesh)
+            if a.device_mesh != mesh:
+                raise ValueError(f"pixfuse: all DTensors must lie on one mesh, got {mesh} and {a.device_mesh}")
+    images = [args[i] for i, kind in enumerate(rule.arguments) if kind == IMAGE and args[i] is not None]
+    split = next((a for a in images if any(p.is_shard() for p in a.placements)), images[0])
+    axes: list[int | None] = []
+    for parts, p in zip(mesh.shape, split.placements, strict=True):
+        axis = p.dim if type(p) is Shard and p.dim not in axes and rule.splits(args, p.dim, parts) else None
+        axes.append(axis)
+    for i, kind in enumerate(rule.arguments):
+        if args[i] is not None:
+            kind = WHOLE if kind == CHANNELS else kind  # on_shards cuts them to size
+            where = [Replicate() if a is None else rule.placement(kind, a, args, result=False) for a in axes]
+            if list(args[i].placements) != where:
+                args[i] = args[i].redistribute(mesh, where)
+            elif kind == WHOLE:
+                args[i] = anchored(args[i])
+    return args
+
+
+class _Anchor(torch.autograd.Function):
+    """A DTensor as it is. Its gradient is split as it is, and partial sums of it are added up."""
+
+    @staticmethod
+    def forward(ctx: Any, x: DTensor) -> Tensor:
+        ctx.mesh, ctx.placements = x.device_mesh, [Replicate() if p.is_partial() else p for p in x.placements]
+        ctx.set_materialize_grads(False)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, dx: DTensor | None) -> Tensor | None:
+        return None if dx is None else dx.redistribute(ctx.mesh, ctx.placements)
+
+
+def anchored(result: Any) -> Any:
+    """A DTensor or several; see ``_Anchor``."""
+    if isinstance(result, tuple):
+        return tuple(map(anchored, result))
+    if not isinstance(result, DTensor) or not result.requires_grad or not torch.is_grad_enabled():
+        return result
+    return _Anchor.apply(result)
+
+
+def on_shards(rule: Sharding, run: Callable[..., Any], whole: Sequence[Any]) -> Any:
+    """The result as DTensors of ``run(local arguments, whole, spans, gather)``; ``whole`` comes from ``placed``."""
+    x = whole[0]
+    mesh, channels_last = x.device_mesh, is_channels_last(x)
+    args = [a.to_local() if isinstance(a, DTensor) else a for a in whole]
+    images = [i for i, kind in enumerate(rule.arguments) if kind == IMAGE and whole[i] is not None]
+    for i in images:
+        args[i] = to_layout(args[i], channels_last)
+    axes = [p.dim if isinstance(p, Shard) else None for p in x.placements]
+    sizes: dict[int, int] = {}  # of the result
+    spans: dict[int, tuple[int, int, int]] = {}
+    crops: dict[int, Span] = {}
+    spatial = []
+    for m, axis in enumerate(axes):
+        if axis is None:
+            continue
+        parts, me = mesh.shape[m], mesh.get_local_rank(m)
+        if axis < 2 or rule.rows is None:
+            sizes[axis] = x.shape[axis]
+            first, last = chunks(x.shape[axis], parts)[me]
+            for i, kind in enumerate(rule.arguments):
+                if kind == CHANNELS and whole[i] is not None and rule.placement(kind, axis, whole, False).is_shard():
+                    args[i] = args[i][first:last]
+            if axis == 1 and rule.groups_at is not None:
+                args[rule.groups_at] = (last - first) // (x.shape[1] // whole[rule.groups_at])
+            continue
+        spatial.append(m)
+        sizes[axis], window = rule.rows(whole, axis)
+        wanted = chunks(sizes[axis], parts)
+        if all(kind == IMAGE for kind in rule.results):  # no kernel makes an empty image: make a row, and drop it
+            given = [(a, b) if a < b else (a - 1, a) for a, b in wanted]
+        else:
+            given = wanted
+        windows = [window(*span) for span in given]
+        for k, i in enumerate(images):
+            reads = [w.reads[k] for w in windows]
+            args[i] = exchange(args[i], axis, whole[i].shape[axis], reads, (mesh, m), channels_last)
+        mine = windows[me]
+        for at, value in mine.changes.items():
+            if isinstance(at, tuple):
+                args[at[0]] = [*args[at[0]][: at[1]], value, *args[at[0]][at[1] + 1 :]]
+            else:
+                args[at] = value
+        spans[axis] = (*given[me], mine.reads[0][0])
+        crops[axis] = (mine.skip, wanted[me][1] - wanted[me][0])
+
+    def gather(t: Tensor) -> Tensor:
+        t = t[None].contiguous()
+        for m in spatial:
+            every = [torch.empty_like(t) for _ in range(mesh.shape[m])]
+            dist.all_gather(every, t, group=mesh.get_group(m))
+            t = torch.cat(every)
+        return t
+
+    results = run(args, whole, spans, gather)
+    single = isinstance(results, Tensor)
+    wrapped = []
+    for kind, y in zip(rule.results, (results,) if single else results, strict=True):
+        if y is None:
+            wrapped.append(None)
+            continue
+        where = [Replicate() if a is None else rule.placement(kind, a, whole, result=True) for a in axes]
+        if y.shape == (0,) and whole[0].dim() > 1:  # not needed
+            where = [Replicate()] * len(axes)
+        if kind == IMAGE:
+            for axis, (skip, rows) in crops.items():
+                y = y.narrow(axis, skip, rows)
+            y = to_layout(y, channels_last)
+        shape = list(y.shape)
+        for p, axis in zip(where, axes, strict=True):
+            if isinstance(p, Shard) and axis is not None:
+                groups = kind == STATS and axis == 1 and rule.groups_at is not None
+                shape[p.dim] = whole[rule.groups_at] if groups else sizes[axis]  # type: ignore[index]
+        strides = dense_strides(shape, channels_last and kind == IMAGE and len(shape) == x.dim())
+        wrapped.append(DTensor.from_local(y, mesh, where, run_check=False, shape=torch.Size(shape), stride=strides))
+    return wrapped[0] if single else tuple(wrapped)
+
+
+def exchange(
+    x: Tensor, axis: int, size: int, reads: Sequence[Span], along: tuple[DeviceMesh, int], channels_last: bool
+) -> Tensor:
+    """The rows that this process reads of an image split along ``axis``.
+
+    Args:
+        x: this process' rows, as ``chunks`` gives them.
+        axis: the axis that is split, and has ``size`` rows in all.
+        size: see ``axis``.
+        reads: the range of rows that each process reads. Rows beyond the image are zeros.
+        along: the mesh and its dimension that the image is split along.
+        channels_last: the layout of the result; the same on every process.
+    """
+    mesh, m = along
+    me, own = mesh.get_local_rank(m), chunks(size, mesh.shape[m])
+    first, last = own[me]
+    if x.shape[axis] != last - first:
+        raise ValueError(
+            f"pixfuse: process {me} of {len(own)} must hold {last - first} of the {size} rows of axis {axis} (as "
+            f"torch.chunk splits them), got {words(str(x.shape[axis]))}"
+        )
+    start, stop = reads[me]
+    if all(a <= low and high <= b for (low, high), (a, b) in zip(reads, own, strict=True)):
+        return x if (start, stop) == (first, last) else x.narrow(axis, start - first, stop - start)
+
+    def rows(a: int, b: int) -> Tensor:
+        return x.narrow(axis, a - first, b - a)
+
+    shape = list(x.shape)
+    shape[axis] = stop - start
+    result = empty(x, shape, channels_last)
+    sends = [_common(own[me], r) if q != me else (0, 0) for q, r in enumerate(reads)]
+    gets = [_common(o, reads[me]) if q != me else (0, 0) for q, o in enumerate(own)]
+    row = math.prod(n for d, n in enumerate(x.shape) if d != axis)
+    sent = [_packed(rows(a, b), channels_last) for a, b in sends if a < b]
+    send = torch.cat(sent) if sent else x.new_empty(0)
+    receive = x.new_empty(sum(b - a for a, b in gets) * row)
+    counts = [[(b - a) * row * x.itemsize for a, b in spans] for spans in (gets, sends)]
+    dist.all_to_all_single(receive.view(torch.uint8), send.view(torch.uint8), *counts, group=mesh.get_group(m))
+    at = 0
+    for q, (a, b) in enumerate(gets):
+        if q == me:
+            a, b = _common(own[me], reads[me])
+            if a < b:
+                result.narrow(axis, a - start, b - a).copy_(rows(a, b))
+        elif a < b:
+            part = result.narrow(axis, a - start, b - a)
+            part.copy_(_unpacked(receive[at : at + (b - a) * row], part.shape, channels_last))
+            at += (b - a) * row
+    if start < 0:
+        result.narrow(axis, 0, min(-start, stop - start)).zero_()
+    if stop > size:
+        beyond = stop - max(start, size)
+        result.narrow(axis, stop - start - beyond, beyond).zero_()
+    return result
+
+
+def _common(a: Span, b: Span) -> Span:
+    first = max(a[0], b[0])
+    return first, max(min(a[1], b[1]), first)
+
+
+def _packed(x: Tensor, channels_last: bool) -> Tensor:
+    """The elements in the order of the layout."""
+    return (x.movedim(1, -1) if channels_last else x).reshape(-1)
+
+
+def _unpacked(flat: Tensor, shape: Sequence[int], channels_last: bool) -> Tensor:
+    return flat.as_strided(tuple(shape), dense_strides(shape, channels_last))
+
+
+# --- convolutions ---------------------------------------------------------------------------------------------
+
+
+conv2d = conv.conv2d
+conv_transpose2d = conv.conv_transpose2d
+
+
+class Conv2d(nn.Conv2d):
+    """``torch.nn.Conv2d`` that takes split images, by :func:`conv2d`."""
+
+    def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if self.padding_mode != "zeros":
+            return super()._conv_forward(input, weight, bias)
+        return conv2d(input, weight, bias, self.stride, self.padding, self.dilation, self.groups)
+
+
+def patch_convolutions(model: nn.Module) -> nn.Module:
+    """Give every ``nn.Conv2d`` of a model the class :class:`Conv2d`, in place; parameters and state dict stay."""
+    for module in model.modules():
+        if type(module) is nn.Conv2d:
+            module.__class__ = Conv2d
+    return model
 
 
 register()

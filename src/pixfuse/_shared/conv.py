@@ -16,6 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..upfirdn2d import upfirdn2d
+from . import library
+from .sharding import IMAGE, WHOLE, Sharding, Window
+
 _KEY = "pixfuse.weight_gradients_disabled"
 _NAMED = ("same", "valid")
 
@@ -55,14 +59,15 @@ def conv2d(
 ) -> Tensor:
     """:func:`torch.nn.functional.conv2d`, differentiable any number of times."""
     refused = isinstance(padding, str) and (padding not in _NAMED or _two(stride) != (1, 1))
-    if refused or _leave_to_torch(x, weight, bias):
+    if refused or (_leave_to_torch(x, weight, bias) and not _on_shards(x)):
         result: Tensor = F.conv2d(x, weight, bias, stride, padding, dilation, groups)
         return result
     if padding == "valid":
         padding = 0
     elif padding == "same":
         total = [d * (k - 1) for d, k in zip(_two(dilation), weight.shape[2:], strict=True)]
-        x = F.pad(x, (0, total[1] % 2, 0, total[0] % 2))
+        if total[0] % 2 or total[1] % 2:
+            x = upfirdn2d(x, None, padding=[0, total[1] % 2, 0, total[0] % 2])
         padding = [t // 2 for t in total]
     how = _How(_two(stride), _two(padding), _two(dilation), False, (0, 0), groups)
     return _convolve(x, weight, bias, how)
@@ -79,7 +84,7 @@ def conv_transpose2d(
     dilation: int | Sequence[int] = 1,
 ) -> Tensor:
     """:func:`torch.nn.functional.conv_transpose2d`, differentiable any number of times."""
-    if _leave_to_torch(x, weight, bias):
+    if _leave_to_torch(x, weight, bias) and not _on_shards(x):
         result: Tensor = F.conv_transpose2d(
             x,
             weight,
@@ -137,7 +142,22 @@ def autocast_device(x: Tensor) -> str:
     return "cpu" if x.is_meta else x.device.type
 
 
+def _on_shards(x: Any) -> bool:
+    """Whether x lies on several processes, as ``pixfuse.distributed`` takes it."""
+    return library.for_shards is not None and isinstance(x, library.for_shards[0])
+
+
 def _convolve(x: Tensor, weight: Tensor, bias: Tensor | None, how: _How) -> Tensor:
+    if _on_shards(x):
+        from ..distributed import anchored, placed
+
+        x, weight, bias = placed(_VALUE, (x, weight, bias))
+        y: Tensor = anchored(_convolve_alike(x, weight, bias, how))
+        return y
+    return _convolve_alike(x, weight, bias, how)
+
+
+def _convolve_alike(x: Tensor, weight: Tensor, bias: Tensor | None, how: _How) -> Tensor:
     device = autocast_device(x)
     if not torch.is_autocast_enabled(device):
         return _Convolution.apply(x, weight, bias, how)
@@ -168,7 +188,7 @@ class _Convolution(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, how: _How) -> Tensor:
         ctx.save_for_backward(x if weight.requires_grad else None, weight)
         ctx.how, ctx.size = how, x.shape
-        return torch.ops.aten.convolution(x, weight, bias, *how)
+        return _convolution(x, weight, bias, how)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -196,18 +216,7 @@ class _Transposed(torch.autograd.Function):
         ctx.how = how
         if x is not None:
             return _derivatives(dy, x, weight, how, True, False, False)[0]
-        if how.transposed:
-            back = how._replace(transposed=False, output_padding=(0, 0))
-            # An output padding beyond the stride leaves rows that came from no input.
-            return torch.ops.aten.convolution(dy, weight, None, *back)[:, :, : size[2], : size[3]]
-        lacking = [
-            n - ((out - 1) * s - 2 * p + d * (k - 1) + 1)
-            for n, out, s, p, d, k in zip(
-                size[2:], dy.shape[2:], how.stride, how.padding, how.dilation, weight.shape[2:], strict=True
-            )
-        ]
-        back = how._replace(transposed=True, output_padding=(lacking[0], lacking[1]))
-        return torch.ops.aten.convolution(dy, weight, None, *back)
+        return _adjoint(dy, weight, how, size)
 
     @staticmethod
     def backward(ctx: Any, v: Tensor) -> tuple[Tensor | None, ...]:
@@ -237,6 +246,21 @@ class _WeightGradient(torch.autograd.Function):
         return dx, _Convolution.apply(x, v, None, ctx.how) if need_dy else None, None, None
 
 
+def _adjoint(dy: Tensor, weight: Tensor, how: _How, size: Sequence[int]) -> Tensor:
+    """The transpose of the convolution of images of ``size``, as a convolution."""
+    if how.transposed:
+        dx = _convolution(dy, weight, None, how._replace(transposed=False, output_padding=(0, 0)))
+        # An output padding beyond the stride leaves rows that came from no input.
+        return dx if dx.shape == size else dx[:, :, : size[2], : size[3]]
+    lacking = [
+        n - ((out - 1) * s - 2 * p + d * (k - 1) + 1)
+        for n, out, s, p, d, k in zip(
+            size[2:], dy.shape[2:], how.stride, how.padding, how.dilation, weight.shape[2:], strict=True
+        )
+    ]
+    return _convolution(dy, weight, None, how._replace(transposed=True, output_padding=(lacking[0], lacking[1])))
+
+
 def _form(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.detach()
 
@@ -245,6 +269,10 @@ def _derivatives(
     dy: Tensor, x: Tensor, weight: Tensor, how: _How, need_dx: bool, need_dw: bool, need_db: bool
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """The wanted ones of dx, dw and db."""
+    if _on_shards(dy):
+        dx = _adjoint(dy, weight, how, x.shape) if need_dx else None
+        dw = _split(_WEIGHT, _weight_gradient, dy, x, weight, *how) if need_dw else None
+        return dx, dw, dy.sum((0, 2, 3)) if need_db else None
     stride, padding, dilation, transposed, output_padding, groups = how
     mask = [need_dx, need_dw, need_db]
     sizes = [dy.shape[1]] if need_db else None
@@ -252,3 +280,66 @@ def _derivatives(
         dy, x, weight, sizes, stride, padding, dilation, transposed, output_padding, groups, mask
     )
     return found
+
+
+# --- shards: what pixfuse.distributed needs to know ------------------------------------------------------------
+
+
+def _convolution(x: Tensor, weight: Tensor, bias: Tensor | None, how: _How) -> Tensor:
+    if _on_shards(x):
+        return _split(_VALUE, lambda args, *rest: torch.ops.aten.convolution(*args), x, weight, bias, *how)
+    return torch.ops.aten.convolution(x, weight, bias, *how)
+
+
+def _weight_gradient(args: Sequence[Any], *rest: Any) -> Tensor | None:
+    dy, x, weight, *how = args
+    return _derivatives(dy, x, weight, _How(*how), False, True, False)[1]
+
+
+def _split(rule: Sharding, run: Any, *args: Any) -> Any:
+    from ..distributed import on_shards, placed
+
+    return on_shards(rule, run, placed(rule, args))
+
+
+def _reach(start: int, stop: int, args: Sequence[Any], at: int) -> tuple[int, int]:
+    """The rows of the larger grid that rows ``start`` up to ``stop`` of the smaller (strided) one lie over."""
+    weight, stride, padding, dilation = args[:4]
+    first = start * stride[at] - padding[at]
+    return first, first + (stop - 1 - start) * stride[at] + dilation[at] * (weight.shape[2 + at] - 1) + 1
+
+
+def _value_rows(args: Sequence[Any], axis: int) -> tuple[int, Any]:
+    x, weight, _, stride, padding, dilation, transposed, output_padding, _ = args
+    at, n = axis - 2, x.shape[axis]
+    s, p, reach = stride[at], padding[at], dilation[at] * (weight.shape[axis] - 1)
+    if not transposed:
+        return (n + 2 * p - reach - 1) // s + 1, lambda start, stop: Window(
+            [_reach(start, stop, (weight, stride, padding, dilation), at)], {(4, at): 0}
+        )
+
+    def window(start: int, stop: int) -> Window:
+        # All rows that reach these, and as many more as it takes to cover them.
+        first = min(-((reach - start - p) // s), (start + p) // s)
+        last = max((stop - 1 + p) // s, -((reach - stop + 1 - p) // s))
+        return Window([(first, last + 1)], {(4, at): 0, (7, at): 0}, start + p - first * s)
+
+    return (n - 1) * s - 2 * p + reach + output_padding[at] + 1, window
+
+
+def _weight_rows(args: Sequence[Any], axis: int) -> tuple[int, Any]:
+    dy, x, weight, stride, padding, dilation, transposed, _, _ = args
+    at = axis - 2
+    size = (x if transposed else dy).shape[axis]
+
+    def window(start: int, stop: int) -> Window:
+        if start == stop:  # a row of zeros, since there is none
+            start, stop = size, size + 1
+        near, far = (start, stop), _reach(start, stop, (weight, stride, padding, dilation), at)
+        return Window([far, near] if transposed else [near, far], {(4, at): 0, (7, at): 0})
+
+    return size, window
+
+
+_VALUE = Sharding((IMAGE, WHOLE, WHOLE), (IMAGE,), axes=(0,), rows=_value_rows)
+_WEIGHT = Sharding((IMAGE, IMAGE, WHOLE), (WHOLE,), axes=(0,), rows=_weight_rows)

@@ -14,7 +14,7 @@ import functools
 import importlib
 import importlib.util
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +68,8 @@ class Op:
         for x in args[: self.tensors]:
             if x is not None:
                 if type(x) not in _PLAIN:
+                    if for_shards is not None and isinstance(args[0], for_shards[0]):
+                        return for_shards[1](self, args)
                     return self.overload(*args)
                 record = record or x.requires_grad
         if _watched():
@@ -80,7 +82,7 @@ class Op:
         """The kernel alone: nothing is recorded, and a GPU's is called past the dispatcher."""
         x = args[0]
         if x.is_cuda:
-            kernel, _ = _gpu_kernel(self.room, self.name, x.dtype, x.device)
+            kernel, _ = gpu_kernel(self.room, self.name, x.dtype, x.device)
             return (kernel or self.reference)(*args)
         with torch._C._AutoDispatchBelowAutograd():
             return self._call(*args)
@@ -103,6 +105,8 @@ def _watched() -> bool:
 
 
 _by_definition = False
+# A class of tensors that live on several processes, and what runs an op on them; see distributed.py.
+for_shards: tuple[type, Callable[[Op, Sequence[Any]], Any]] | None = None
 
 
 @contextlib.contextmanager
@@ -226,16 +230,14 @@ def _triton_or_reference(room: str, name: str, reference: Callable[..., Any]) ->
 
     def launch(*args: Any) -> Any:
         x = next(a for a in args if isinstance(a, Tensor))
-        kernel, _ = _gpu_kernel(room, name, x.dtype, x.device)
+        kernel, _ = gpu_kernel(room, name, x.dtype, x.device)
         return (kernel or reference)(*args)
 
     return launch
 
 
 @functools.cache
-def _gpu_kernel(
-    room: str, name: str, dtype: torch.dtype, device: torch.device
-) -> tuple[Callable[..., Any] | None, str]:
+def gpu_kernel(room: str, name: str, dtype: torch.dtype, device: torch.device) -> tuple[Callable[..., Any] | None, str]:
     """The Triton launcher of an op for tensors of ``dtype`` on ``device`` or None, and why."""
     broken = _why_no_triton(device)
     if broken is not None:
@@ -327,5 +329,5 @@ def backend(op: str | Callable[..., Any], x: Tensor) -> Backend:
         return Backend("reference", f"this install was built without the CPU kernels ({_KERNELS} is missing)")
     if kind not in ("cuda", "xpu"):
         return Backend("reference", f"pixfuse has no kernels for device type {kind}")
-    kernel, reason = _gpu_kernel(OPS[name].room, name, x.dtype, x.device)
+    kernel, reason = gpu_kernel(OPS[name].room, name, x.dtype, x.device)
     return Backend("triton" if kernel else "reference", reason)

@@ -10,7 +10,7 @@ from .._shared import checks
 from .._shared.batching import outputs, to_front
 from .._shared.layout import compute_dtype, empty, is_channels_last
 from .._shared.library import Op, define_op, differentiate
-from .._shared.sharding import by_batch
+from .._shared.sharding import CHANNELS, IMAGE, Sharding
 from . import reference
 from .reference import ACTIVATIONS
 
@@ -207,12 +207,6 @@ def _vmap(call: Any, full: tuple[int, ...], bias: int, dim_at: int) -> Any:
     return rule
 
 
-def _sharding(images: tuple[int, ...], results: tuple[str, ...], dim_at: int) -> Any:
-    """Shards of the batch, unless the bias lies along the batch axis."""
-    shard = by_batch(images, results)
-    return lambda *args: shard(*args) if args[dim_at] != 0 else shard(*args)[:1]
-
-
 _value: Op = define_op(
     "bias_act(Tensor x, Tensor? b, int dim, int act, float alpha, float gain, float clamp) -> Tensor",
     reference=reference.bias_act,
@@ -220,7 +214,7 @@ _value: Op = define_op(
     setup_context=_value_setup,
     backward=_value_backward,
     vmap=_vmap(lambda *args: _value(*args), full=(0,), bias=1, dim_at=2),
-    sharding=_sharding(images=(0,), results=("image",), dim_at=2),
+    sharding=Sharding((IMAGE, CHANNELS), (IMAGE,), axes=None, dim_at=2),
 )
 _first: Op = define_op(
     "bias_act_backward(Tensor dy, Tensor? x, Tensor? b, Tensor? y, int dim, int act, float alpha, float gain, "
@@ -230,7 +224,7 @@ _first: Op = define_op(
     setup_context=_first_setup,
     backward=_first_backward,
     vmap=_vmap(lambda *args: _first(*args), full=(0, 1, 3), bias=2, dim_at=4),
-    sharding=_sharding(images=(0, 1, 3), results=("image", "sum"), dim_at=4),
+    sharding=Sharding((IMAGE, IMAGE, CHANNELS, IMAGE), (IMAGE, CHANNELS), axes=None, dim_at=4),
 )
 _second_setup, _second_backward = differentiate(reference.bias_act_second)
 _second: Op = define_op(
@@ -241,5 +235,5 @@ _second: Op = define_op(
     setup_context=_second_setup,
     backward=_second_backward,
     vmap=_vmap(lambda *args: _second(*args), full=(0, 1, 2), bias=3, dim_at=4),
-    sharding=_sharding(images=(0, 1, 2), results=("image",), dim_at=4),
+    sharding=Sharding((IMAGE, IMAGE, IMAGE, CHANNELS), (IMAGE,), axes=None, dim_at=4, whole_backward=True),
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -12,7 +13,7 @@ from .._shared import checks
 from .._shared.batching import into_batch, one_by_one, outputs, to_front
 from .._shared.layout import empty, is_channels_last, to_layout
 from .._shared.library import Op, define_op
-from .._shared.sharding import by_batch
+from .._shared.sharding import CHANNELS, IMAGE, WHOLE, Sharding, Window, fir_window, inside
 from ..bias_act.op import channel_sums
 from ..upfirdn2d.op import check_fixed_filter, effective_step, filter_size, parse_padding
 from . import reference
@@ -203,23 +204,37 @@ def _vmap(call: Any, images: int) -> Any:
     return rule
 
 
-def _sharding(images: int) -> Any:
-    """Shards of the batch or of the channels; the bias is split with the channels."""
-    batch = by_batch(range(images), ("image",))
+def _rows(args: Sequence[Any], axis: int, images: int = 1) -> tuple[int, Any]:
+    """Of the value and, with two images, of the tangent."""
+    (fu, fd), rest = args[images : images + 2], images + 3
+    at = 3 - axis  # scalars come in the order (x, y)
+    taps = filter_size(fu)[at] + filter_size(fd)[at] - 1
+    up, down, pad, size = args[rest], args[rest + 1], args[rest + 2 + at], args[rest + 4 + at]
 
-    def rule(*args: Any) -> list[tuple[list[Any], list[Any]]]:
-        from torch.distributed.tensor import Replicate, Shard
-        from torch.distributed.tensor._dtensor_spec import DTensorSpec
+    def window(start: int, stop: int) -> Window:
+        reads, before = fir_window(start, stop, args[0].shape[axis], up, down, pad, taps)
+        return Window([reads] * images, {rest + 2 + at: before, rest + 4 + at: stop - start})
 
-        placements: list[Any] = [Replicate() if isinstance(a, DTensorSpec) else None for a in args]
-        placements[:images] = [Shard(1)] * images
-        if placements[images + 2] is not None:
-            placements[images + 2] = Shard(0)
-        return [*batch(*args), ([Shard(1)], placements)]
-
-    return rule
+    return size, window
 
 
+def _adjoint_rows(args: Sequence[Any], axis: int) -> tuple[int, Any]:
+    dy, x, fu, fd = args[:4]
+    at = 3 - axis
+    up_taps, down_taps = filter_size(fu)[at], filter_size(fd)[at]
+    up, down, pad, size = args[5], args[6], args[7 + at], x.shape[axis]
+
+    def window(start: int, stop: int) -> Window:
+        # The upsampled samples of these rows, the rows of x that make them and those of dy that they are read by.
+        low, high = start * up + pad - (up_taps - 1), (stop - 1) * up + pad
+        x0, x1 = inside(-((pad - low) // up), (high + up_taps - 1 - pad) // up + 1, size)
+        y0, y1 = inside(-((down_taps - 1 - low) // down), high // down + 1, dy.shape[axis])
+        return Window([(y0, y1), (x0, x1)], {7 + at: pad - y0 * down + x0 * up, 9 + at: y1 - y0}, start - x0)
+
+    return size, window
+
+
+_TENSORS = (IMAGE, WHOLE, WHOLE, CHANNELS)
 _SCALARS = (
     "Tensor? fu, Tensor? fd, Tensor? b, int up, int down, SymInt pad_x, SymInt pad_y, SymInt out_w, SymInt out_h, "
     "bool flip, float gain, float slope, float clamp) -> Tensor"
@@ -231,7 +246,7 @@ _value: Op = define_op(
     setup_context=_value_setup,
     backward=_value_backward,
     vmap=_vmap(lambda *args: _value(*args), images=1),
-    sharding=_sharding(images=1),
+    sharding=Sharding(_TENSORS, (IMAGE,), rows=_rows),
 )
 _tangent: Op = define_op(
     f"filtered_lrelu_tangent(Tensor v, Tensor x, {_SCALARS}",
@@ -240,7 +255,7 @@ _tangent: Op = define_op(
     setup_context=_linear_setup,
     backward=_tangent_backward,
     vmap=_vmap(lambda *args: _tangent(*args), images=2),
-    sharding=_sharding(images=2),
+    sharding=Sharding((IMAGE, *_TENSORS), (IMAGE,), rows=functools.partial(_rows, images=2)),
 )
 _adjoint: Op = define_op(
     f"filtered_lrelu_backward(Tensor dy, Tensor x, {_SCALARS}",
@@ -249,5 +264,5 @@ _adjoint: Op = define_op(
     setup_context=_linear_setup,
     backward=_adjoint_backward,
     vmap=_vmap(lambda *args: _adjoint(*args), images=2),
-    sharding=_sharding(images=2),
+    sharding=Sharding((IMAGE, *_TENSORS), (IMAGE,), rows=_adjoint_rows),
 )

@@ -17,7 +17,7 @@ are pooled without cancellation and without overflow, and a constant image has d
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -625,10 +625,11 @@ class _Forward(NamedTuple):
 @functools.lru_cache(maxsize=1024)
 def _forward(
     N: int, C: int, P: int, G: int, channels_last: bool, dtype: torch.dtype, parameters: tuple[torch.dtype | None, ...],
-    eps: float, act: int, round_before_act: bool,
+    eps: float, act: int, round_before_act: bool, in_parts: bool = False,
 ) -> _Forward:  # fmt: skip
+    """With ``in_parts`` three launches for any image: between the last two others may have a say."""
     D = C // G
-    whole = _whole_tile(C, P, G, channels_last, dtype.itemsize, _ONE_PASS)
+    whole = None if in_parts else _whole_tile(C, P, G, channels_last, dtype.itemsize, _ONE_PASS)
     if whole:
         groups, channels, pixels = whole
         tiles, held = -(-G // groups), power_of_2(groups)
@@ -649,7 +650,7 @@ def _forward(
     )  # fmt: skip
     slots = power_of_2(t.slots)
     pool = None
-    if t.groups * slots > _POOLED:
+    if in_parts or t.groups * slots > _POOLED:
         pool = Launch(_pool_kernel, N * G, (C, P, D, G, t.slots, stride, N * G), (chunk, t.touched, t.channels, slots))
         slots, stride = 1, N * G
     blocks = -(-P // t.pixels)
@@ -705,10 +706,10 @@ class _Backward(NamedTuple):
 @functools.lru_cache(maxsize=1024)
 def _backward(
     N: int, C: int, P: int, G: int, channels_last: bool, dtype: torch.dtype, others: tuple[torch.dtype | None, ...],
-    act: int, round_before_act: bool, need_dx: bool, need_sums: bool,
+    act: int, round_before_act: bool, need_dx: bool, need_sums: bool, in_parts: bool = False,
 ) -> _Backward:  # fmt: skip
     D = C // G
-    whole = _whole_tile(C, P, G, channels_last, dtype.itemsize, _ONE_PASS_BACKWARD)
+    whole = None if in_parts else _whole_tile(C, P, G, channels_last, dtype.itemsize, _ONE_PASS_BACKWARD)
     if whole:
         groups, channels, pixels = whole
         tiles, held = -(-G // groups), power_of_2(groups)
@@ -731,7 +732,7 @@ def _backward(
         return _Backward((partial,), False, t.chunks, 0, 0)
     slots = power_of_2(t.slots)
     pool = None
-    if t.groups * slots > _POOLED:
+    if in_parts or t.groups * slots > _POOLED:
         pool = Launch(_sum_kernel, N * G, (D, G, t.slots, stride, N * G), (t.touched, t.channels, slots))
         slots, stride = 1, N * G
     blocks = -(-P // t.pixels)
@@ -788,6 +789,85 @@ def group_norm_backward(
         totals = _add_up(sums)
         dweight, dbias = totals[0] if need_dweight else nothing, totals[1] if need_dbias else nothing
     return x.new_empty(0) if dx is None else dx, dweight, dbias
+
+
+# --- an image in parts: what parts.py calls, the launches of the two-launch design one by one ---------------------
+
+
+def statistics(x: Tensor, num_groups: int) -> Tensor:
+    """``[2, N, num_groups]``: the mean of the deviations from a group's first element, and their rms from that."""
+    channels_last, dense, _ = form(x)
+    x = x if dense else to_layout(x, channels_last)
+    N, C = x.shape[:2]
+    plan = _forward(N, C, x.shape[2:].numel(), num_groups, channels_last, x.dtype, (None, None), 0.0, 0, False, True)
+    part = x.new_empty(plan.partials, dtype=torch.float32)
+    pooled = x.new_empty((2, N, num_groups), dtype=torch.float32)
+    plan.launches[0](x, part)
+    plan.launches[1](part, pooled)
+    return pooled
+
+
+def normalise(
+    x: Tensor, deviations: Tensor, weight: Tensor | None, bias: Tensor | None, num_groups: int, eps: float, act: int,
+    round_before_act: bool,
+) -> Tensor:  # fmt: skip
+    """The result for what ``statistics`` gives, of this image or of a larger one that it is a part of."""
+    channels_last, dense, strides = form(x)
+    x = x if dense else to_layout(x, channels_last)
+    y = torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device)
+    mean, rstd = torch.empty_like(deviations)
+    weight, bias = _dense(weight), _dense(bias)
+    N, C = x.shape[:2]
+    plan = _forward(
+        N, C, x.shape[2:].numel(), num_groups, channels_last, x.dtype,
+        (None if weight is None else weight.dtype, None if bias is None else bias.dtype),
+        eps, act, round_before_act, True,
+    )  # fmt: skip
+    plan.launches[2](x, deviations, weight, bias, y, mean, rstd)
+    return y
+
+
+def sums(
+    dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None, bias: Tensor | None, num_groups: int,
+    act: int, round_before_act: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The sums ``[2, N, num_groups]`` that dx needs, dweight and dbias."""
+    plan, given = _in_parts(dy, x, mean, rstd, weight, bias, num_groups, act, round_before_act)
+    N, C = x.shape[:2]
+    channel_sums = x.new_empty((2, N, C, plan.chunks), dtype=torch.float32)
+    part = x.new_empty(plan.partials, dtype=torch.float32)
+    pooled = x.new_empty((2, N, num_groups), dtype=torch.float32)
+    plan.launches[0](*given, channel_sums, part)
+    plan.launches[1](part, pooled)
+    return pooled, *_add_up(channel_sums)
+
+
+def gradient(
+    dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None, bias: Tensor | None, num_groups: int,
+    act: int, round_before_act: bool, means: Tensor,
+) -> Tensor:  # fmt: skip
+    """The gradient ``dx`` from what ``sums`` gives, added up over the whole image and divided by the size of a group."""
+    plan, given = _in_parts(dy, x, mean, rstd, weight, bias, num_groups, act, round_before_act)
+    dx = torch.empty_like(given[1])
+    size = x.shape[1] // num_groups * x.shape[2:].numel()
+    plan.launches[2](*given, (means * size).contiguous(), dx)  # which the kernel divides by
+    return dx
+
+
+def _in_parts(
+    dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None, bias: Tensor | None, num_groups: int,
+    act: int, round_before_act: bool,
+) -> tuple[_Backward, tuple[Any, ...]]:  # fmt: skip
+    channels_last, dense, strides = form(x)
+    x = x if dense else to_layout(x, channels_last)
+    dy = dy if dy.stride() == strides else to_layout(dy, channels_last)
+    weight, bias = _dense(weight), _dense(bias)
+    plan = _backward(
+        x.shape[0], x.shape[1], x.shape[2:].numel(), num_groups, channels_last, x.dtype,
+        (dy.dtype, None if weight is None else weight.dtype, None if bias is None else bias.dtype),
+        act, round_before_act, True, True, True,
+    )  # fmt: skip
+    return plan, (dy, x, mean.contiguous(), rstd.contiguous(), weight, bias)
 
 
 def _add_up(sums: Tensor) -> Tensor:

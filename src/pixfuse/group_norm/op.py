@@ -5,6 +5,7 @@ Higher derivatives come from the reference of the first one.
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -15,8 +16,8 @@ from .._shared import checks
 from .._shared.batching import Rule, outputs, to_front
 from .._shared.layout import compute_dtype, empty, is_channels_last, to_layout
 from .._shared.library import Op, define_op, differentiate
-from .._shared.sharding import by_batch
-from . import reference
+from .._shared.sharding import CHANNELS, IMAGE, STATS, Sharding, Window
+from . import parts, reference
 
 _ACTS = {None: 0, "silu": reference.SILU}
 _RANKS = (2, 3, 4, 5)
@@ -193,6 +194,14 @@ def _vmap(call: Any, images: tuple[int, ...], parameters: tuple[int, ...], group
     return rule
 
 
+# --- shards ---------------------------------------------------------------------------------------------------
+
+
+def _rows(args: Any, axis: int, images: int = 1) -> tuple[int, Any]:
+    """A row needs no other row, only the statistics of all; see parts.py."""
+    return args[0].shape[axis], lambda start, stop: Window([(start, stop)] * images, {})
+
+
 _value: Op = define_op(
     "group_norm(Tensor x, Tensor? weight, Tensor? bias, int num_groups, float eps, int act, bool round_before_act) "
     "-> (Tensor y, Tensor mean, Tensor rstd)",
@@ -201,7 +210,9 @@ _value: Op = define_op(
     setup_context=_value_setup,
     backward=_value_backward,
     vmap=_vmap(lambda *args: _value(*args), images=(0,), parameters=(1, 2), groups_at=3, sums=slice(0, 0)),
-    sharding=by_batch(images=(0,), results=("image", "image", "image")),
+    sharding=Sharding(
+        (IMAGE, CHANNELS, CHANNELS), (IMAGE, STATS, STATS), axes=(0,), rows=_rows, groups_at=3, run=parts.group_norm
+    ),
 )
 _first: Op = define_op(
     "group_norm_backward(Tensor dy, Tensor x, Tensor mean, Tensor rstd, Tensor? weight, Tensor? bias, int num_groups, "
@@ -212,5 +223,13 @@ _first: Op = define_op(
     setup_context=_first_setup,
     backward=_first_backward,
     vmap=_vmap(lambda *args: _first(*args), images=(0, 1, 2, 3), parameters=(4, 5), groups_at=6, sums=slice(10, 12)),
-    sharding=by_batch(images=(0, 1, 2, 3), results=("image", "sum", "sum")),
+    sharding=Sharding(
+        (IMAGE, IMAGE, STATS, STATS, CHANNELS, CHANNELS),
+        (IMAGE, CHANNELS, CHANNELS),
+        axes=(0,),
+        rows=functools.partial(_rows, images=2),
+        groups_at=6,
+        run=parts.group_norm_backward,
+        whole_backward=True,
+    ),
 )

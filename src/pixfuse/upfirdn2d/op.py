@@ -12,7 +12,7 @@ from .._shared import checks
 from .._shared.batching import into_batch, one_by_one
 from .._shared.layout import compute_dtype, empty, is_channels_last, to_layout
 from .._shared.library import Op, define_op
-from .._shared.sharding import by_batch
+from .._shared.sharding import IMAGE, WHOLE, Sharding, Window, fir_window
 from . import reference
 
 Quad = tuple[Any, Any, Any, Any]
@@ -231,6 +231,36 @@ def _filter_backward(ctx: Any, v: Tensor) -> tuple[Tensor | None, ...]:
     return dx, ddy, *[None] * 10
 
 
+# --- shards ---------------------------------------------------------------------------------------------------
+
+
+def _value_rows(args: Sequence[Any], axis: int) -> tuple[int, Any]:
+    x, f = args[:2]
+    at = 3 - axis  # scalars come in the order (x, y)
+    up, down, pad, size = args[2 + at], args[4 + at], args[6 + at], args[8 + at]
+
+    def window(start: int, stop: int) -> Window:
+        reads, before = fir_window(start, stop, x.shape[axis], up, down, pad, filter_size(f)[at])
+        return Window([reads], {6 + at: before, 8 + at: stop - start})
+
+    return size, window
+
+
+def _filter_rows(args: Sequence[Any], axis: int) -> tuple[int, Any]:
+    x, dy = args[:2]
+    at = 3 - axis
+    taps, up, down, pad = args[2 + at], args[4 + at], args[6 + at], args[8 + at]
+    size = dy.shape[axis]
+
+    def window(start: int, stop: int) -> Window:
+        if start == stop:  # a row of zeros, since there is none
+            start, stop = size, size + 1
+        reads, before = fir_window(start, stop, x.shape[axis], up, down, pad, taps)
+        return Window([reads, (start, stop)], {8 + at: before})
+
+    return size, window
+
+
 # --- registration ---------------------------------------------------------------------------------------------
 
 
@@ -242,7 +272,7 @@ _value: Op = define_op(
     setup_context=_value_setup,
     backward=_value_backward,
     vmap=into_batch(lambda *args: _value(*args), tensors=(0,)),
-    sharding=by_batch(images=(0,), results=("image",), axes=(0, 1)),
+    sharding=Sharding((IMAGE, WHOLE), (IMAGE,), rows=_value_rows),
 )
 _filter: Op = define_op(
     "upfirdn2d_filter_backward(Tensor x, Tensor dy, int fw, int fh, int up_x, int up_y, int down_x, int down_y, "
@@ -252,5 +282,5 @@ _filter: Op = define_op(
     setup_context=_filter_setup,
     backward=_filter_backward,
     vmap=one_by_one(lambda *args: _filter(*args)),
-    sharding=by_batch(images=(0, 1), results=("sum",), axes=(0, 1)),
+    sharding=Sharding((IMAGE, IMAGE), (WHOLE,), rows=_filter_rows),
 )

@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from .._shared.gpu import Launch, form, new, power_of_2
 from .._shared.layout import to_layout
-from .taps import CUBIC, LINEAR, NEAREST, NEAREST_EXACT, taps
+from .taps import CUBIC, LINEAR, NEAREST, NEAREST_EXACT, axis_taps, taps
 
 DTYPES = (
     torch.float32, torch.bfloat16, torch.float16,
@@ -404,18 +405,16 @@ def _bytes(x: Tensor) -> Tensor:
 @functools.lru_cache(maxsize=256)
 def _table(
     in_size: int, out_size: int, scale: float, mode: int, align_corners: bool, antialias: bool, transposed: bool,
-    device: torch.device,
+    device: torch.device, piece: tuple[int, int, int] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor] | None:  # fmt: skip
     """Start, stop (int32) and weights (float32, tap by tap) of an axis on a device; None where nothing changes.
 
     The copy waits for its end, so that every stream may use the table. Like a kernel's compilation, it belongs before
     the capture of a CUDA graph.
     """
-    table = taps(in_size, out_size, scale, mode, align_corners, antialias)
+    table = axis_taps(in_size, out_size, scale, mode, align_corners, antialias, transposed, piece)
     if table is None:
         return None
-    if transposed:
-        table = table.transposed(in_size)
     start, stop = (torch.from_numpy(a.astype("int32")).to(device) for a in (table.start, table.stop))
     return start, stop, torch.from_numpy(table.weights.T.astype("float32")).contiguous().to(device)
 
@@ -542,9 +541,14 @@ def _resize(
         _table(*((o, i) if back else (i, o)), float(s), mode, *rest, back, x.device)
         for i, o, s in zip(x.shape[2:], sizes, scale, strict=True)
     ]
+    return _by_tables(x, tables, sizes, y, (mode in (NEAREST, NEAREST_EXACT) and not back) or not any(tables))
+
+
+def _by_tables(
+    x: Tensor, tables: list[tuple[Tensor, Tensor, Tensor] | None], sizes: Sequence[int], y: Tensor, copy: bool
+) -> Tensor:
     _keep(x, *(a for t in tables if t for a in t))
     counts = [1 if t is None else t[2].shape[0] for t in tables]
-    copy = (mode in (NEAREST, NEAREST_EXACT) and not back) or not any(tables)
     if math.prod(counts) > _TAPS:
         # Axis by axis, the one that shrinks the most first.
         order = sorted((d for d, t in enumerate(tables) if t), key=lambda d: sizes[d] / x.shape[2 + d])
@@ -569,6 +573,17 @@ def _resampled(
     )
     launch(_bytes(x), *(a for t in every for a in (t or (None,) * 3)), _bytes(y))
     return y
+
+
+def resize(x: Tensor, maps: Sequence[tuple[Any, ...]], sizes: Sequence[int], copies: bool) -> Tensor:
+    """``x`` resized by a map for each spatial axis (see ``axis_taps``); ``copies``: they only copy samples."""
+    channels_last, dense, _ = form(x)
+    x = x if dense else to_layout(x, channels_last)
+    y = new(x, (*x.shape[:2], *sizes), channels_last)
+    if y.numel() == 0:
+        return y
+    tables = [_table(*m[:-1], x.device, m[-1]) for m in maps]
+    return _by_tables(x, tables, sizes, y, copies or not any(tables))
 
 
 def interpolate(

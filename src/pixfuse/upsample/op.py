@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,10 +14,10 @@ from torch import Tensor
 from .._shared import checks
 from .._shared.batching import into_batch
 from .._shared.layout import empty, is_channels_last, to_layout
-from .._shared.library import Op, define_op
-from .._shared.sharding import by_batch
+from .._shared.library import Op, define_op, gpu_kernel
+from .._shared.sharding import IMAGE, Sharding, Window, inside
 from . import reference
-from .taps import AREA, CUBIC, LANCZOS, LINEAR, NEAREST, NEAREST_EXACT
+from .taps import AREA, CUBIC, LANCZOS, LINEAR, NEAREST, NEAREST_EXACT, axis_taps
 
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool)
 _COPIES = (NEAREST, NEAREST_EXACT)
@@ -272,6 +274,56 @@ def _interpolate_backward_gradient(ctx: Any, ddx: Tensor) -> tuple[Tensor | None
     return ddy, None, None, None, None, None
 
 
+# --- shards ---------------------------------------------------------------------------------------------------
+
+
+def _nearest_rows(args: Sequence[Any], axis: int) -> tuple[int, Any]:
+    x, scale, _ = args
+    times = scale[axis - 2]
+
+    def window(start: int, stop: int) -> Window:
+        first = start // times
+        return Window([(first, (stop - 1) // times + 1)], {}, start - first * times)
+
+    return x.shape[axis] * times, window
+
+
+def _nearest_backward_rows(args: Sequence[Any], axis: int) -> tuple[int, Any]:
+    dy, scale, _ = args
+    times = scale[axis - 2]
+    return dy.shape[axis] // times, lambda start, stop: Window([(start * times, stop * times)], {})
+
+
+def _axis_map(args: Sequence[Any], axis: int, back: bool) -> tuple[Any, ...]:
+    """The arguments of ``axis_taps`` for one axis of ``interpolate``, or of its backward."""
+    x, size, mode, align_corners, antialias, scale = args
+    sizes = (x.shape[axis], size[axis - 2])
+    return *(reversed(sizes) if back else sizes), float(scale[axis - 2]), mode, align_corners, antialias, back
+
+
+def _interpolate_rows(args: Sequence[Any], axis: int, back: bool = False) -> tuple[int, Any]:
+    table = axis_taps(*_axis_map(args, axis, back))
+
+    def window(start: int, stop: int) -> Window:
+        if table is None:
+            return Window([(start, stop)], {})
+        return Window([inside(int(table.start[start]), int(table.stop[stop - 1]), args[0].shape[axis])], {})
+
+    return args[1][axis - 2], window
+
+
+def _interpolate_part(args: Sequence[Any], whole: Sequence[Any], spans: Any, gather: Any, back: bool = False) -> Tensor:
+    """``interpolate`` or its backward on windows: by those rows of the tables that count."""
+    x, mode = args[0], args[2]
+    copies = mode in _COPIES and not back
+    maps = [(*_axis_map(whole, axis, back), spans.get(axis)) for axis in range(2, x.dim())]
+    if x.device.type in ("cuda", "xpu") and gpu_kernel(__package__ or "", "interpolate", x.dtype, x.device)[0]:
+        sizes = [spans[axis][1] - spans[axis][0] if axis in spans else n for axis, n in enumerate(whole[1], 2)]
+        y: Tensor = importlib.import_module(f"{__package__}.gpu").resize(x, maps, sizes, copies)
+        return y
+    return reference.resize(x, [axis_taps(*m) for m in maps], copies)
+
+
 _nearest: Op = define_op(
     "upsample_nearest(Tensor x, int[] scale, float gain) -> Tensor",
     reference=reference.upsample_nearest,
@@ -279,7 +331,7 @@ _nearest: Op = define_op(
     setup_context=_nearest_setup,
     backward=_nearest_gradient,
     vmap=into_batch(lambda *args: _nearest(*args), tensors=(0,)),
-    sharding=by_batch((0,), ("image",)),
+    sharding=Sharding((IMAGE,), (IMAGE,), rows=_nearest_rows),
 )
 _nearest_backward: Op = define_op(
     "upsample_nearest_backward(Tensor dy, int[] scale, float gain) -> Tensor",
@@ -288,7 +340,7 @@ _nearest_backward: Op = define_op(
     setup_context=_nearest_setup,
     backward=_nearest_backward_gradient,
     vmap=into_batch(lambda *args: _nearest_backward(*args), tensors=(0,)),
-    sharding=by_batch((0,), ("image",)),
+    sharding=Sharding((IMAGE,), (IMAGE,), rows=_nearest_backward_rows),
 )
 _interpolate: Op = define_op(
     "interpolate(Tensor x, SymInt[] size, int mode, bool align_corners, bool antialias, float[] scale) -> Tensor",
@@ -297,7 +349,7 @@ _interpolate: Op = define_op(
     setup_context=_interpolate_setup,
     backward=_interpolate_gradient,
     vmap=into_batch(lambda *args: _interpolate(*args), tensors=(0,)),
-    sharding=by_batch((0,), ("image",)),
+    sharding=Sharding((IMAGE,), (IMAGE,), rows=_interpolate_rows, run=_interpolate_part),
 )
 _interpolate_backward: Op = define_op(
     "interpolate_backward(Tensor dy, SymInt[] size, int mode, bool align_corners, bool antialias, float[] scale) "
@@ -307,5 +359,10 @@ _interpolate_backward: Op = define_op(
     setup_context=_interpolate_setup,
     backward=_interpolate_backward_gradient,
     vmap=into_batch(lambda *args: _interpolate_backward(*args), tensors=(0,)),
-    sharding=by_batch((0,), ("image",)),
+    sharding=Sharding(
+        (IMAGE,),
+        (IMAGE,),
+        rows=functools.partial(_interpolate_rows, back=True),
+        run=functools.partial(_interpolate_part, back=True),
+    ),
 )

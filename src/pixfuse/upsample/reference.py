@@ -38,9 +38,17 @@ def interpolate(
     x: Tensor, size: Sequence[int], mode: int, align_corners: bool, antialias: bool, scale: Sequence[float]
 ) -> Tensor:
     """``x`` resized to the spatial ``size``; see ``taps.taps`` for the other arguments."""
-    y = x.clone() if mode in (NEAREST, NEAREST_EXACT) or x.dtype == torch.float64 else x.to(compute_dtype(x))
-    for d, (out_size, factor) in enumerate(zip(size, scale, strict=True), 2):
-        table = taps(x.shape[d], out_size, factor, mode, align_corners, antialias)
+    tables = [
+        taps(n, out_size, factor, mode, align_corners, antialias)
+        for n, out_size, factor in zip(x.shape[2:], size, scale, strict=True)
+    ]
+    return resize(x, tables, mode in (NEAREST, NEAREST_EXACT))
+
+
+def resize(x: Tensor, tables: Sequence[Taps | None], copies: bool) -> Tensor:
+    """``x`` resized by a table for each spatial axis; ``copies``: the tables only copy samples."""
+    y = x.clone() if copies or x.dtype == torch.float64 else x.to(compute_dtype(x))
+    for d, table in enumerate(tables, 2):
         y = y if table is None else _gather(y, d, table)
     if y.dtype != x.dtype and x.dtype == torch.uint8:
         y = y.round().clamp(0, 255)

@@ -26,6 +26,11 @@ class Taps(NamedTuple):
     stop: np.ndarray  # int64 [out]
     weights: np.ndarray  # float64 [out, max(stop - start)]
 
+    def part(self, start: int, stop: int, first: int) -> Taps:
+        """The map to the outputs from ``start`` up to ``stop``, from the inputs from ``first`` on."""
+        rows = slice(start, stop)
+        return Taps(self.start[rows] - first, self.stop[rows] - first, self.weights[rows])
+
     def transposed(self, in_size: int) -> Taps:
         """The map from the outputs back to the ``in_size`` inputs, with the same weights."""
         i = np.arange(in_size)
@@ -86,6 +91,25 @@ def taps(in_size: int, out_size: int, scale: float, mode: int, align_corners: bo
         stop = np.where(before, 1, stop)  # the second sample has no weight: not even its NaN may pass
     # Samples beyond the border fall on the outermost one, which gets the sum of their weights.
     return _table(start, stop, lambda j: sum(w * (j == reach[:, k : k + 1]) for k, w in enumerate(around)))
+
+
+@functools.lru_cache(maxsize=256)
+def axis_taps(
+    in_size: int,
+    out_size: int,
+    scale: float,
+    mode: int,
+    align_corners: bool,
+    antialias: bool,
+    transposed: bool,
+    piece: tuple[int, int, int] | None = None,
+) -> Taps | None:
+    """The map of :func:`taps` or its transpose; of it the ``piece`` (see :meth:`Taps.part`), if that is not all."""
+    table = taps(in_size, out_size, scale, mode, align_corners, antialias)
+    if table is None:
+        return None
+    table = table.transposed(in_size) if transposed else table
+    return table if piece is None else table.part(*piece)
 
 
 def _antialiased(in_size: int, center: np.ndarray, stretch: float, mode: int) -> Taps:

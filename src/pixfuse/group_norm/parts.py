@@ -1,0 +1,132 @@
+"""group_norm of an image in several parts, each on a process of its own: what happens between its two sweeps.
+
+Forward, a part's statistics are pooled with those of the others; backward, its sums are added to theirs. Both are a few
+numbers a group, collected from all parts and combined in their order, so every process computes the same. The sweeps
+are Triton's where there are kernels, else plain PyTorch. Statistics are pairs (mean, root mean square deviation) in
+float64, pooled without cancellation.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._shared.layout import compute_dtype, is_channels_last, to_layout
+from .._shared.library import gpu_kernel
+from . import reference
+
+Gather = Callable[[Tensor], Tensor]  # [...] to [parts, ...]
+
+
+def group_norm(args: Sequence[Any], whole: Sequence[Any], spans: Any, gather: Gather) -> tuple[Tensor, Tensor, Tensor]:
+    """The operator ``group_norm`` on the part of x in ``args``."""
+    x, weight, bias, num_groups, eps, act, round_before_act = args
+    if x.shape[0] == 0 or x.shape[1] == 0:
+        stats = x.new_zeros((x.shape[0], num_groups), dtype=compute_dtype(x))
+        return x.clone(), stats, stats.clone()
+    kernels = _kernels(x)
+    first = x.new_zeros((x.shape[0], num_groups), dtype=torch.float64)
+    mean, rms = first, first
+    if x.numel():
+        first = x[(slice(None), slice(0, None, x.shape[1] // num_groups), *[0] * (x.dim() - 2))].to(torch.float64)
+        mean, rms = (kernels.statistics if kernels else _statistics)(x, num_groups).to(torch.float64)
+        mean = mean + first
+    count = torch.full_like(mean, x.shape[2:].numel())
+    mean, rms = _pool(*gather(torch.stack([count, mean, rms])).unbind(1))
+    rstd = torch.hypot(rms, torch.full_like(rms, eps).sqrt()).reciprocal()
+    dtype = compute_dtype(x)
+    stats = mean.to(dtype), rstd.to(dtype)
+    if x.numel() == 0:
+        return x.clone(), *stats
+    if kernels:
+        deviations = torch.stack([mean - first, rms]).to(dtype)
+        return kernels.normalise(x, deviations, weight, bias, num_groups, eps, act, round_before_act), *stats
+    # By way of an element near all others, so that a large mean costs no accuracy.
+    t = x.to(dtype) - _spread(first.to(dtype), x) - _spread((mean - first).to(dtype), x)
+    xhat = t * _spread(stats[1], x)
+    z = reference._affine(xhat, weight, bias)
+    if act == reference.SILU:
+        z = torch.nn.functional.silu(z.to(x.dtype).to(dtype) if round_before_act else z)
+    return to_layout(z.to(x.dtype), is_channels_last(x)), *stats
+
+
+def group_norm_backward(
+    args: Sequence[Any], whole: Sequence[Any], spans: Any, gather: Gather
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """The operator ``group_norm_backward`` on the parts of dy and x in ``args``; None for what is not needed."""
+    dy, x, mean, rstd, weight, bias, num_groups, act, round_before_act, *needs = args
+    dtype = compute_dtype(x)
+    kernels = _kernels(x)
+    pixels = whole[1].shape[2:].numel()
+    sums = x.new_zeros((2, x.shape[0], num_groups), dtype=dtype)
+    dweight = dbias = x.new_zeros(x.shape[1], dtype=dtype)
+    if kernels and x.numel():
+        given = (dy, x, mean, rstd, weight, bias, num_groups, act, round_before_act)
+        sums, dweight, dbias = kernels.sums(*given)
+    elif x.shape[0] and x.shape[1]:
+        # The mean is rounded, which shows where it is large: take off what the deviations from it still have.
+        rest = torch.zeros_like(mean, dtype=torch.float64)
+        if x.numel():
+            t = x.to(dtype) - _spread(mean, x)
+            rest = t.reshape(x.shape[0], num_groups, -1).sum(-1, dtype=torch.float64)
+        rest = gather(rest).sum(0) / (x.shape[1] // num_groups * pixels)
+        if x.numel():
+            xhat = (t - _spread(rest.to(dtype), x)) * _spread(rstd, x)
+            dz = dy.to(dtype)
+            if act == reference.SILU:
+                z = reference._affine(xhat, weight, bias)
+                z = z.to(x.dtype).to(dtype) if round_before_act else z
+                s = z.sigmoid()
+                dz = dz * (s * (1 + z * (1 - s)))
+            axes = [d for d in range(x.dim()) if d != 1]
+            dweight, dbias = (dz * xhat).sum(axes), dz.sum(axes)
+            dz = reference._affine(dz, weight, None)
+            sums = torch.stack([(dz * xhat), dz]).reshape(2, x.shape[0], num_groups, -1).sum(-1)
+    dx = None
+    if needs[0]:
+        if x.shape[0] and x.shape[1]:
+            sums = gather(sums).sum(0) / (x.shape[1] // num_groups * pixels)
+        if x.numel() == 0:
+            dx = x.clone()
+        elif kernels:
+            dx = kernels.gradient(*given, sums)
+        else:
+            dx = (dz - _spread(sums[1], x) - xhat * _spread(sums[0], x)) * _spread(rstd, x)
+            dx = to_layout(dx.to(x.dtype), is_channels_last(x))
+    return dx, dweight if needs[1] else None, dbias if needs[2] else None
+
+
+def _kernels(x: Tensor) -> Any:
+    """The room's ``gpu`` module if its kernels take x, else None."""
+    if x.device.type not in ("cuda", "xpu"):
+        return None
+    room = __package__ or ""
+    return importlib.import_module(f"{room}.gpu") if gpu_kernel(room, "group_norm", x.dtype, x.device)[0] else None
+
+
+def _statistics(x: Tensor, num_groups: int) -> Tensor:
+    """``[2, N, num_groups]``: the mean of the deviations from a group's first element, and their rms from that."""
+    centred, _, mean, scale = reference._centre(x, num_groups, 0.0)
+    return torch.cat([mean, centred.square().mean(-1, keepdim=True).sqrt()], -1).movedim(-1, 0) / scale.movedim(-1, 0)
+
+
+def _pool(count: Tensor, mean: Tensor, rms: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and rms deviation of all from those of the parts ``[parts, N, G]``; a part of no elements says nothing."""
+    share = count / count.sum(0)
+    there = count > 0
+    mean = torch.where(there, mean, 0)
+    whole = (share * mean).sum(0)
+    away = torch.where(there, mean - whole, 0)
+    size = torch.maximum(away.abs(), rms).amax(0)
+    unit = torch.where(size > 0, size, 1)
+    return whole, size * (share * ((away / unit).square() + (rms / unit).square())).sum(0).sqrt()
+
+
+def _spread(stats: Tensor, x: Tensor) -> Tensor:
+    """Values of groups ``[N, G]`` as values of channels, to broadcast over x."""
+    wide = stats.repeat_interleave(x.shape[1] // stats.shape[1], 1)
+    return wide.reshape(*wide.shape, *[1] * (x.dim() - 2))
