@@ -7,6 +7,8 @@ writes down what failed.
 from __future__ import annotations
 
 import json
+import os
+import re
 import tempfile
 import traceback
 import warnings
@@ -381,6 +383,18 @@ def fsdp2(mesh: Any) -> None:
             step(twin, x)
             step(model, part(mesh, x))
         same_parameters(model, twin)
+
+
+@check
+def readme(mesh: Any) -> None:
+    """The example runs on several processes too; tests/test_docs.py runs it on one."""
+    text = (Path(__file__).parents[1] / "README.md").read_text()
+    (code,) = (b for b in re.findall(r"^```python\n(.*?)^```", text, re.M | re.S) if "pixfuse.distributed" in b)
+    os.environ["WORLD_SIZE"] = str(mesh.size())
+    names: dict[str, Any] = {}
+    exec(compile(code, "README.md", "exec"), names)
+    assert names["y"].placements == (Shard(2),)
+    assert names["model"][0].weight.grad.abs().sum() > 0
 
 
 @check

@@ -3,11 +3,13 @@
 import re
 import shlex
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 from PIL import Image
 from typer.testing import CliRunner
 
@@ -58,8 +60,21 @@ def commands():
             yield pytest.param(line, id=f"{name}-{line}")
 
 
+@pytest.fixture
+def one_process(monkeypatch):
+    """What torchrun sets for a single process."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    for name, value in {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "localhost", "MASTER_PORT": port}.items():
+        monkeypatch.setenv(name, str(value))
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
 @pytest.mark.parametrize("code", list(blocks("python")))
-def test_example(code):
+def test_example(code, one_process):
     assert len(code.strip().splitlines()) <= 12
     exec(compile(code, "example", "exec"), {})
 

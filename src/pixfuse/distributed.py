@@ -38,10 +38,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 
 from ._shared import conv, library
-from ._shared.checks import words
 from ._shared.layout import dense_strides, empty, is_channels_last, to_layout
 from ._shared.library import OPS, Op
-from ._shared.sharding import CHANNELS, IMAGE, STATS, WHOLE, Sharding, Span, chunks
+from ._shared.sharding import CHANNELS, IMAGE, STATS, WHOLE, Sharding, Span, Window, chunks
 
 __all__ = ["Conv2d", "conv2d", "conv_transpose2d", "patch_convolutions", "register"]
 
@@ -63,7 +62,7 @@ def _call(op: Op, args: Sequence[Any]) -> Any:
 
 @functools.cache
 def _function(op: Op) -> type[torch.autograd.Function]:
-    rule = op.sharding
+    rule: Sharding = op.sharding
     run = rule.run or (lambda args, *rest: op(*args))
     backward = functools.partial(_backward_of_whole, op) if rule.whole_backward else op.transformed.backward
     return type(
@@ -148,48 +147,18 @@ def anchored(result: Any) -> Any:
 def on_shards(rule: Sharding, run: Callable[..., Any], whole: Sequence[Any]) -> Any:
     """The result as DTensors of ``run(local arguments, whole, spans, gather)``; ``whole`` comes from ``placed``."""
     x = whole[0]
-    mesh, channels_last = x.device_mesh, is_channels_last(x)
+    mesh: DeviceMesh = x.device_mesh
+    channels_last = is_channels_last(x)
     args = [a.to_local() if isinstance(a, DTensor) else a for a in whole]
     images = [i for i, kind in enumerate(rule.arguments) if kind == IMAGE and whole[i] is not None]
     for i in images:
         args[i] = to_layout(args[i], channels_last)
     axes = [p.dim if isinstance(p, Shard) else None for p in x.placements]
-    sizes: dict[int, int] = {}  # of the result
+    spatial = [m for m, axis in enumerate(axes) if axis is not None and axis >= 2 and rule.rows is not None]
+    sizes = {axis: x.shape[axis] for axis in axes if axis is not None}  # of the result
     spans: dict[int, tuple[int, int, int]] = {}
     crops: dict[int, Span] = {}
-    spatial = []
-    for m, axis in enumerate(axes):
-        if axis is None:
-            continue
-        parts, me = mesh.shape[m], mesh.get_local_rank(m)
-        if axis < 2 or rule.rows is None:
-            sizes[axis] = x.shape[axis]
-            first, last = chunks(x.shape[axis], parts)[me]
-            for i, kind in enumerate(rule.arguments):
-                if kind == CHANNELS and whole[i] is not None and rule.placement(kind, axis, whole, False).is_shard():
-                    args[i] = args[i][first:last]
-            if axis == 1 and rule.groups_at is not None:
-                args[rule.groups_at] = (last - first) // (x.shape[1] // whole[rule.groups_at])
-            continue
-        spatial.append(m)
-        sizes[axis], window = rule.rows(whole, axis)
-        wanted = chunks(sizes[axis], parts)
-        if all(kind == IMAGE for kind in rule.results):  # no kernel makes an empty image: make a row, and drop it
-            given = [(a, b) if a < b else (a - 1, a) for a, b in wanted]
-        else:
-            given = wanted
-        windows = [window(*span) for span in given]
-        for k, i in enumerate(images):
-            reads = [w.reads[k] for w in windows]
-            args[i] = exchange(args[i], axis, whole[i].shape[axis], reads, (mesh, m), channels_last)
-        mine = windows[me]
-        for at, value in mine.changes.items():
-            if isinstance(at, tuple):
-                args[at[0]] = [*args[at[0]][: at[1]], value, *args[at[0]][at[1] + 1 :]]
-            else:
-                args[at] = value
-        spans[axis] = (*given[me], mine.reads[0][0])
-        crops[axis] = (mine.skip, wanted[me][1] - wanted[me][0])
+    seams: list[tuple[int, Span, Window, _Rows]] = []
 
     def gather(t: Tensor) -> Tensor:
         t = t[None].contiguous()
@@ -199,99 +168,147 @@ def on_shards(rule: Sharding, run: Callable[..., Any], whole: Sequence[Any]) -> 
             t = torch.cat(every)
         return t
 
-    results = run(args, whole, spans, gather)
-    single = isinstance(results, Tensor)
-    wrapped = []
-    for kind, y in zip(rule.results, (results,) if single else results, strict=True):
-        if y is None:
-            wrapped.append(None)
+    for m, axis in enumerate(axes):
+        if axis is None:
             continue
+        parts, me = mesh.shape[m], mesh.get_local_rank(m)
+        if m not in spatial or rule.rows is None:
+            _cut(rule, args, whole, axis, chunks(x.shape[axis], parts)[me])
+            continue
+        sizes[axis], window = rule.rows(whole, axis)
+        wanted = chunks(sizes[axis], parts)
+        first, last = wanted[me]
+        held = [_Rows(args[i], axis, whole[i].shape[axis], mesh, m, channels_last) for i in images]
+        reach = rule.seam(whole, axis) if rule.seam is not None and len(spatial) == 1 else 0
+        if reach and all(b - a >= 2 * reach for a, b in wanted):
+            held[0].fetch([(max(a - reach, 0), min(b + reach, sizes[axis])) for a, b in wanted])
+            spans_of_seams = [(first, first + reach)] * (me > 0) + [(last - reach, last)] * (me < parts - 1)
+            seams = [(axis, (a - first, reach), window(a, b), held[0]) for a, b in spans_of_seams]
+            continue
+        # No kernel makes an empty image: where the result is one, make a row and drop it.
+        only_images = all(kind == IMAGE for kind in rule.results)
+        given = [(a - 1, a) if a == b and only_images else (a, b) for a, b in wanted]
+        windows = [window(*span) for span in given]
+        for k, i in enumerate(images):
+            held[k].fetch([w.reads[k] for w in windows])
+            args[i] = held[k].window(*windows[me].reads[k])
+        args = _changed(args, windows[me].changes)
+        spans[axis] = (*given[me], windows[me].reads[0][0])
+        crops[axis] = (windows[me].skip, last - first)
+
+    results = run(args, whole, spans, gather)
+    for axis, (at, reach), seam, rows in seams:
+        strip = _changed(args, seam.changes)
+        strip[0] = rows.window(*seam.reads[0])
+        results.narrow(axis, at, reach).copy_(run(strip, whole, spans, gather).narrow(axis, seam.skip, reach))
+
+    def wrapped(kind: str, y: Tensor | None) -> Tensor | None:
+        if y is None:
+            return None
         where = [Replicate() if a is None else rule.placement(kind, a, whole, result=True) for a in axes]
-        if y.shape == (0,) and whole[0].dim() > 1:  # not needed
+        if y.shape == (0,) and x.dim() > 1:  # not needed
             where = [Replicate()] * len(axes)
         if kind == IMAGE:
-            for axis, (skip, rows) in crops.items():
-                y = y.narrow(axis, skip, rows)
+            for spatial_axis, crop in crops.items():
+                y = y.narrow(spatial_axis, *crop)
             y = to_layout(y, channels_last)
         shape = list(y.shape)
         for p, axis in zip(where, axes, strict=True):
             if isinstance(p, Shard) and axis is not None:
-                groups = kind == STATS and axis == 1 and rule.groups_at is not None
-                shape[p.dim] = whole[rule.groups_at] if groups else sizes[axis]  # type: ignore[index]
-        strides = dense_strides(shape, channels_last and kind == IMAGE and len(shape) == x.dim())
-        wrapped.append(DTensor.from_local(y, mesh, where, run_check=False, shape=torch.Size(shape), stride=strides))
-    return wrapped[0] if single else tuple(wrapped)
+                groups = kind == STATS and axis == 1
+                shape[p.dim] = whole[rule.groups_at or 0] if groups else sizes[axis]
+        strides = dense_strides(shape, channels_last and kind == IMAGE)
+        return DTensor.from_local(y, mesh, where, run_check=False, shape=torch.Size(shape), stride=strides)
+
+    if isinstance(results, Tensor):
+        return wrapped(rule.results[0], results)
+    return tuple(wrapped(kind, y) for kind, y in zip(rule.results, results, strict=True))
 
 
-def exchange(
-    x: Tensor, axis: int, size: int, reads: Sequence[Span], along: tuple[DeviceMesh, int], channels_last: bool
-) -> Tensor:
-    """The rows that this process reads of an image split along ``axis``.
+def _cut(rule: Sharding, args: list[Any], whole: Sequence[Any], axis: int, span: Span) -> None:
+    """Cut what goes with the channels, in place, where an image is split along ``axis`` without a window."""
+    for i, kind in enumerate(rule.arguments):
+        if kind == CHANNELS and whole[i] is not None and rule.placement(kind, axis, whole, result=False).is_shard():
+            args[i] = args[i][slice(*span)]
+    if axis == 1 and rule.groups_at is not None:
+        args[rule.groups_at] = (span[1] - span[0]) // (whole[0].shape[1] // whole[rule.groups_at])
 
-    Args:
-        x: this process' rows, as ``chunks`` gives them.
-        axis: the axis that is split, and has ``size`` rows in all.
-        size: see ``axis``.
-        reads: the range of rows that each process reads. Rows beyond the image are zeros.
-        along: the mesh and its dimension that the image is split along.
-        channels_last: the layout of the result; the same on every process.
-    """
-    mesh, m = along
-    me, own = mesh.get_local_rank(m), chunks(size, mesh.shape[m])
-    first, last = own[me]
-    if x.shape[axis] != last - first:
-        raise ValueError(
-            f"pixfuse: process {me} of {len(own)} must hold {last - first} of the {size} rows of axis {axis} (as "
-            f"torch.chunk splits them), got {words(str(x.shape[axis]))}"
-        )
-    start, stop = reads[me]
-    if all(a <= low and high <= b for (low, high), (a, b) in zip(reads, own, strict=True)):
-        return x if (start, stop) == (first, last) else x.narrow(axis, start - first, stop - start)
 
-    def rows(a: int, b: int) -> Tensor:
-        return x.narrow(axis, a - first, b - a)
+def _changed(args: Sequence[Any], changes: dict[Any, Any]) -> list[Any]:
+    args = list(args)
+    for at, value in changes.items():
+        if isinstance(at, tuple):
+            args[at[0]] = [*args[at[0]][: at[1]], value, *args[at[0]][at[1] + 1 :]]
+        else:
+            args[at] = value
+    return args
 
-    shape = list(x.shape)
-    shape[axis] = stop - start
-    result = empty(x, shape, channels_last)
-    sends = [_common(own[me], r) if q != me else (0, 0) for q, r in enumerate(reads)]
-    gets = [_common(o, reads[me]) if q != me else (0, 0) for q, o in enumerate(own)]
-    row = math.prod(n for d, n in enumerate(x.shape) if d != axis)
-    sent = [_packed(rows(a, b), channels_last) for a, b in sends if a < b]
-    send = torch.cat(sent) if sent else x.new_empty(0)
-    receive = x.new_empty(sum(b - a for a, b in gets) * row)
-    counts = [[(b - a) * row * x.itemsize for a, b in spans] for spans in (gets, sends)]
-    dist.all_to_all_single(receive.view(torch.uint8), send.view(torch.uint8), *counts, group=mesh.get_group(m))
-    at = 0
-    for q, (a, b) in enumerate(gets):
-        if q == me:
-            a, b = _common(own[me], reads[me])
+
+class _Rows:
+    """An image split along an axis: the rows that this process holds, and those that it fetches from others."""
+
+    def __init__(self, x: Tensor, axis: int, size: int, mesh: DeviceMesh, m: int, channels_last: bool) -> None:
+        self.axis, self.size, self.channels_last = axis, size, channels_last
+        self.group, self.me = mesh.get_group(m), mesh.get_local_rank(m)
+        self.own = chunks(size, mesh.shape[m])
+        first, last = self.own[self.me]
+        if x.shape[axis] != last - first:
+            raise ValueError(
+                f"pixfuse: process {self.me} of {len(self.own)} must hold {last - first} of the {size} rows of axis "
+                f"{axis}, as torch.chunk splits them, got {x.shape[axis]}"
+            )
+        self.pieces = [(first, last, x)]
+        self.pending: Any = None
+
+    def fetch(self, reads: Sequence[Span]) -> None:
+        """Begin to fetch what this process reads; ``reads`` has the range of rows that each of them reads."""
+        first, last, x = self.pieces[0]
+        if all(a <= low and high <= b for (low, high), (a, b) in zip(reads, self.own, strict=True)):
+            return
+        gets = [(0, 0) if q == self.me else _common(o, reads[self.me]) for q, o in enumerate(self.own)]
+        sends = [(0, 0) if q == self.me else _common((first, last), r) for q, r in enumerate(reads)]
+        row = math.prod(n for d, n in enumerate(x.shape) if d != self.axis)
+        sent = [self._flat(x.narrow(self.axis, a - first, b - a)) for a, b in sends if a < b]
+        send = torch.cat(sent) if sent else x.new_empty(0)
+        received = x.new_empty(sum(b - a for a, b in gets) * row)
+        out_sizes, in_sizes = ([(b - a) * row * x.itemsize for a, b in spans] for spans in (gets, sends))
+        packed = received.view(torch.uint8), send.view(torch.uint8)  # any dtype can travel as bytes
+        work = dist.all_to_all_single(*packed, out_sizes, in_sizes, group=self.group, async_op=True)
+        self.pending = work, packed
+        for a, b in gets:
             if a < b:
-                result.narrow(axis, a - start, b - a).copy_(rows(a, b))
-        elif a < b:
-            part = result.narrow(axis, a - start, b - a)
-            part.copy_(_unpacked(receive[at : at + (b - a) * row], part.shape, channels_last))
-            at += (b - a) * row
-    if start < 0:
-        result.narrow(axis, 0, min(-start, stop - start)).zero_()
-    if stop > size:
-        beyond = stop - max(start, size)
-        result.narrow(axis, stop - start - beyond, beyond).zero_()
-    return result
+                shape = [b - a if d == self.axis else n for d, n in enumerate(x.shape)]
+                flat, received = received[: (b - a) * row], received[(b - a) * row :]
+                self.pieces.append((a, b, flat.as_strided(shape, dense_strides(shape, self.channels_last))))
+
+    def window(self, start: int, stop: int) -> Tensor:
+        """The rows from ``start`` up to ``stop``, of which those beyond the image are zeros."""
+        if self.pending is not None:
+            self.pending[0].wait()
+            self.pending = None
+        first, last, x = self.pieces[0]
+        if first <= start and stop <= last:
+            return x if (start, stop) == (first, last) else x.narrow(self.axis, start - first, stop - start)
+        shape = [stop - start if d == self.axis else n for d, n in enumerate(x.shape)]
+        result = empty(x, shape, self.channels_last)
+        for a, b, piece in self.pieces:
+            low, high = _common((a, b), (start, stop))
+            if low < high:
+                part = piece.narrow(self.axis, low - a, high - low)
+                result.narrow(self.axis, low - start, high - low).copy_(part)
+        for low, high in (_common((start, 0), (start, stop)), _common((self.size, stop), (start, stop))):
+            if low < high:
+                result.narrow(self.axis, low - start, high - low).zero_()
+        return result
+
+    def _flat(self, x: Tensor) -> Tensor:
+        """The elements in the order of the layout, which is that of every process."""
+        return (x.movedim(1, -1) if self.channels_last else x).reshape(-1)
 
 
 def _common(a: Span, b: Span) -> Span:
     first = max(a[0], b[0])
     return first, max(min(a[1], b[1]), first)
-
-
-def _packed(x: Tensor, channels_last: bool) -> Tensor:
-    """The elements in the order of the layout."""
-    return (x.movedim(1, -1) if channels_last else x).reshape(-1)
-
-
-def _unpacked(flat: Tensor, shape: Sequence[int], channels_last: bool) -> Tensor:
-    return flat.as_strided(tuple(shape), dense_strides(shape, channels_last))
 
 
 # --- convolutions ---------------------------------------------------------------------------------------------

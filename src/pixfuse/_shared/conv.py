@@ -327,6 +327,13 @@ def _value_rows(args: Sequence[Any], axis: int) -> tuple[int, Any]:
     return (n - 1) * s - 2 * p + reach + output_padding[at] + 1, window
 
 
+def _seam(args: Sequence[Any], axis: int) -> int:
+    _, weight, _, stride, padding, dilation, _, output_padding, _ = args
+    at = axis - 2
+    same = stride[at] == 1 and output_padding[at] == 0 and 2 * padding[at] == dilation[at] * (weight.shape[axis] - 1)
+    return padding[at] if same else 0
+
+
 def _weight_rows(args: Sequence[Any], axis: int) -> tuple[int, Any]:
     dy, x, weight, stride, padding, dilation, transposed, _, _ = args
     at = axis - 2
@@ -341,5 +348,5 @@ def _weight_rows(args: Sequence[Any], axis: int) -> tuple[int, Any]:
     return size, window
 
 
-_VALUE = Sharding((IMAGE, WHOLE, WHOLE), (IMAGE,), axes=(0,), rows=_value_rows)
+_VALUE = Sharding((IMAGE, WHOLE, WHOLE), (IMAGE,), axes=(0,), rows=_value_rows, seam=_seam)
 _WEIGHT = Sharding((IMAGE, IMAGE, WHOLE), (WHOLE,), axes=(0,), rows=_weight_rows)

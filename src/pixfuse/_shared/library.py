@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from .checks import FLOATS, dtype_name
+from .sharding import Sharding
 
 _LIBRARY = torch.library.Library("pixfuse", "DEF")
 _KERNELS = Path(__file__).parents[1] / "_kernels.so"
@@ -42,7 +43,7 @@ class Op:
         reference: Callable[..., Any],
         transformed: type[torch.autograd.Function],
         recorded: type[torch.autograd.Function],
-        sharding: Callable[..., Any],
+        sharding: Sharding,
         room: str,
     ) -> None:
         self.name = name  # without its namespace
@@ -134,7 +135,7 @@ def define_op(
     setup_context: Callable[..., None],
     backward: Callable[..., Any],
     vmap: Callable[..., Any],
-    sharding: Callable[..., Any],
+    sharding: Sharding,
 ) -> Op:
     """Register ``pixfuse::<schema>`` with all its rules.
 
@@ -146,7 +147,7 @@ def define_op(
         setup_context: ``(ctx, inputs, output)``; keeps what backward needs.
         backward: ``(ctx, *grads)``; calls other ops, so that it can be differentiated again.
         vmap: ``(info, in_dims, *args)`` gives ``(output, out_dims)``; see ``batching.py``.
-        sharding: ``(*args)`` gives the DTensor placements that need no communication; see ``distributed.py``.
+        sharding: how the op may be split over several processes; see ``sharding.py``.
     """
     name = schema[: schema.index("(")]
     reference = _without_autocast(reference)

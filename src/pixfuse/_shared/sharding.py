@@ -47,6 +47,9 @@ class Sharding:
         run: ``(arguments, whole, spans, gather)`` computes the shard where the op on its window does not: from the
             windows, the arguments of the whole, ``axis: (start, stop, first row read)`` and a function that stacks a
             tensor over the processes that hold the shards of an image.
+        seam: ``(arguments, axis)`` gives how many rows at either end of a shard differ if the op is applied to the
+            rows of the shard alone; 0 where more does. Then only these are made from windows, while the rest needs no
+            copy of the shard with its neighbours' rows and does not wait for them.
         whole_backward: the op's gradient is derived from its reference, which takes images whole.
     """
 
@@ -57,6 +60,7 @@ class Sharding:
     groups_at: int | None = None
     dim_at: int | None = None
     run: Callable[..., Any] | None = None
+    seam: Callable[[Sequence[Any], int], int] | None = None
     whole_backward: bool = False
 
     def splits(self, args: Sequence[Any], axis: int, parts: int) -> bool:

@@ -846,7 +846,7 @@ def gradient(
     dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None, bias: Tensor | None, num_groups: int,
     act: int, round_before_act: bool, means: Tensor,
 ) -> Tensor:  # fmt: skip
-    """The gradient ``dx`` from what ``sums`` gives, added up over the whole image and divided by the size of a group."""
+    """The gradient from what ``sums`` gives, added up over the whole image and divided by a group's size."""
     plan, given = _in_parts(dy, x, mean, rstd, weight, bias, num_groups, act, round_before_act)
     dx = torch.empty_like(given[1])
     size = x.shape[1] // num_groups * x.shape[2:].numel()

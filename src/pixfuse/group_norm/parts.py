@@ -32,7 +32,8 @@ def group_norm(args: Sequence[Any], whole: Sequence[Any], spans: Any, gather: Ga
     first = x.new_zeros((x.shape[0], num_groups), dtype=torch.float64)
     mean, rms = first, first
     if x.numel():
-        first = x[(slice(None), slice(0, None, x.shape[1] // num_groups), *[0] * (x.dim() - 2))].to(torch.float64)
+        corner = (slice(None), slice(None, None, x.shape[1] // num_groups), *(0,) * (x.dim() - 2))
+        first = x[corner].to(torch.float64)
         mean, rms = (kernels.statistics if kernels else _statistics)(x, num_groups).to(torch.float64)
         mean = mean + first
     count = torch.full_like(mean, x.shape[2:].numel())
