@@ -2,8 +2,9 @@
 
 The networks and losses are those of ``examples/stylegan2``; what changes is the ops below them: plain PyTorch
 compositions, ``torch.compile`` of those, pixfuse, ``torch.compile`` of pixfuse. One step is forward, backward and Adam
-on a batch of 4 (2 for path length); an iteration is G + D + R1 / 16 + PL / 4. Prints a table in Markdown, and with
-``--profile FILE`` writes there where the time of each step of pixfuse goes.
+on a batch of 4 (2 for path length); an iteration is G + D + R1 / 16 + PL / 4. Prints a table in Markdown; a step is
+timed as it is and replayed as a CUDA graph, which shows what of it is the GPU's. The plain second-order steps take
+seconds each: they are timed once.
 
 The environment variable DEADLINE is a number of seconds after which nothing new is begun.
 """
@@ -11,6 +12,7 @@ The environment variable DEADLINE is a number of seconds after which nothing new
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import math
 import os
@@ -121,13 +123,21 @@ class Training:
         for _, p in self.g.named_parameters():
             if p.dim() == 0:  # noise that is there
                 torch.nn.init.constant_(p, 0.1)
-        self.adam = {m: torch.optim.Adam(m.parameters(), lr=1e-5, betas=(0.0, 0.99)) for m in (self.g, self.d)}
+        self.adam = {
+            m: torch.optim.Adam(m.parameters(), lr=1e-5, betas=(0.0, 0.99), capturable=device == "cuda")
+            for m in (self.g, self.d)
+        }
         self.real = torch.randn(batch, 3, widths.resolution, widths.resolution, device=device)
         self.z = torch.randn(batch, size, device=device)
         self.mean = torch.zeros((), device=device)
         self.call_g, self.call_d = self.g, self.d
         if compiled:
             self.call_g, self.call_d = torch.compile(self.g), torch.compile(self.d)
+
+    def forget(self) -> None:
+        """Drop all gradients."""
+        for adam in self.adam.values():
+            adam.zero_grad()
 
     def step(self, name: str) -> torch.Tensor:
         """One step; returns its loss."""
@@ -141,9 +151,8 @@ class Training:
             "PL": lambda: losses.path_length_penalty(g, self.z[:half], self.mean, mixing=0),
         }[name]()
         loss.backward()
-        adam = self.adam[self.g if name in ("G", "PL") else self.d]
-        adam.step()
-        adam.zero_grad(set_to_none=True)
+        self.adam[self.g if name in ("G", "PL") else self.d].step()
+        self.forget()
         return loss.detach()
 
 
@@ -152,48 +161,67 @@ def sync(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def timed(call: Callable[[], object], device: str, rounds: int, warm: int) -> float:
-    """Median milliseconds."""
+def measure(
+    ops: str, training: Training, device: str, autotune: bool, log: Callable[[str], None]
+) -> tuple[list[str], ...]:
+    """Milliseconds of each step in words, and the peak memory in GiB: eager, and replayed as a CUDA graph."""
+    eager, graph, peaks = {}, {}, [0, 0]
+    for name in STEPS:
+        slow = ops == "plain" and name in ("R1", "PL") and device == "cuda"  # seconds each
+        eager[name] = graph[name] = "not run"
+        if left() < (40 if slow else 10):
+            continue
+        torch.backends.cudnn.benchmark = autotune and not slow
+        call = functools.partial(training.step, name)
+        try:
+            eager[name], peaks[0] = timed(call, device, 1 if slow else 7, 0 if slow else 3, peaks[0])
+            if device == "cuda" and not slow and not ops.endswith("compiled"):
+                torch.cuda.reset_peak_memory_stats()
+                replay = captured(call)
+                peaks[1] = max(peaks[1], torch.cuda.max_memory_allocated())
+                graph[name], _ = timed(replay, device, 7, 1, 0)
+                del replay
+        except RuntimeError as error:
+            eager[name] = "refused" if ops.endswith("compiled") else type(error).__name__
+            log(f"  {ops} {name}: {str(error).splitlines()[0]}")
+            training.forget()
+        log(f"  {ops} {name}: {eager[name]} ms, graph {graph[name]} ms, {left():.0f} s left")
+    found = []
+    for cells, peak in zip((eager, graph), peaks, strict=True):
+        found.append([*cells.values(), iteration(cells), f"{peak / 2**30:.1f}"])
+    return tuple(found)
+
+
+def timed(call: Callable[[], object], device: str, rounds: int, warm: int, peak: int) -> tuple[str, int]:
+    """Median milliseconds, and the larger of ``peak`` and the peak memory in bytes."""
     for _ in range(warm):
         call()
+    sync(device)
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
     found = []
     for _ in range(rounds):
-        sync(device)
         start = time.perf_counter()
         call()
         sync(device)
         found.append(1e3 * (time.perf_counter() - start))
-    return statistics.median(found)
+    if device == "cuda":
+        peak = max(peak, torch.cuda.max_memory_allocated())
+    return f"{statistics.median(found):.1f}", peak
 
 
-def measure(ops: str, training: Training, device: str, log: Callable[[str], None]) -> tuple[dict[str, str], float]:
-    """Milliseconds of each step in words, and the peak memory in GiB."""
-    cells, peak = {}, 0
-    for name in STEPS:
-        if left() < (60 if ops.startswith("plain") and name in ("R1", "PL") else 15):
-            cells[name] = "not run"
-            continue
-        once = ops == "plain" and name in ("R1", "PL") and device == "cuda"  # seconds each
-        torch.backends.cudnn.benchmark = not once
-        try:
-            if not once:
-                for _ in range(3):
-                    training.step(name)
-            sync(device)
-            if device == "cuda":
-                torch.cuda.empty_cache()
-                torch.cuda.reset_peak_memory_stats()
-            ms = timed(lambda name=name: training.step(name), device, 1 if once else 9, 0)
-            cells[name] = f"{ms:.1f}"
-            if device == "cuda":
-                peak = max(peak, torch.cuda.max_memory_allocated())
-        except RuntimeError as error:
-            cells[name] = "refused" if "double backward" in str(error) else f"{type(error).__name__}"
-            log(f"  {ops} {name}: {str(error).splitlines()[0]}")
-            training.adam[training.g].zero_grad()
-            training.adam[training.d].zero_grad()
-        log(f"  {ops} {name}: {cells[name]} ms, {left():.0f} s left")
-    return cells, peak / 2**30
+def captured(call: Callable[[], object]) -> Callable[[], None]:
+    """``call`` as a CUDA graph."""
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        call()
+    torch.cuda.current_stream().wait_stream(stream)
+    gc.collect()
+    torch.cuda.empty_cache()
+    with torch.cuda.graph(graph):
+        call()
+    return graph.replay
 
 
 def profile(training: Training, device: str, title: str) -> None:
@@ -240,13 +268,15 @@ def main() -> None:
     parser.add_argument("--ops", nargs="+", choices=OPS, default=OPS)
     parser.add_argument("--precision", nargs="+", choices=tuple(TARGETS), default=tuple(TARGETS))
     parser.add_argument("--layout", nargs="+", default=("contiguous", "channels_last"))
-    parser.add_argument("--profile", type=Path)
+    parser.add_argument("--autotune", action="store_true", help="cudnn.benchmark, which takes a minute each")
+    parser.add_argument("--profile", type=Path, help="append where the time of pixfuse's steps goes to this file")
     args = parser.parse_args()
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
 
     def log(words: str) -> None:
         print(words, file=sys.stderr, flush=True)
 
+    torch.backends.cudnn.benchmark_limit = 5
     rows = []
     for ops in args.ops:
         for precision in args.precision:
@@ -258,9 +288,11 @@ def main() -> None:
                 half = 4 if precision == "mixed" else 0
                 widths = Widths(args.resolution, args.base, args.most, half, layout == "channels_last")
                 training = Training(args.device, widths, args.most, args.batch, ops.endswith("compiled"))
-                cells, peak = measure(ops, training, args.device, log)
-                rows.append([ops, precision, layout, *cells.values(), iteration(cells), f"{peak:.1f}"])
-                print("| " + " | ".join(rows[-1]) + " |", flush=True)
+                found = measure(ops, training, args.device, args.autotune, log)
+                for title, cells in zip((ops, f"{ops}, CUDA graph"), found, strict=True):
+                    if any(c[0].isdigit() for c in cells[:4]):
+                        rows.append([title, precision, layout, *cells])
+                        print("| " + " | ".join(rows[-1]) + " |", flush=True)
                 if args.profile and ops == "pixfuse" and left() > 15:
                     with args.profile.open("a") as file, redirect_stdout(file):
                         profile(training, args.device, f"{precision}, {layout}")
@@ -271,7 +303,9 @@ def main() -> None:
                     torch.cuda.empty_cache()
 
     name = torch.cuda.get_device_name() if args.device == "cuda" else "CPU"
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True).stdout
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True
+    ).stdout
     print(f"\n{name}, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}, commit {commit.strip() or 'unknown'}\n")
     print("| ops | precision | layout | G | D | R1 | PL | iteration | peak GiB |\n" + "|---" * 9 + "|")
     for row in rows:
