@@ -124,7 +124,7 @@ class Training:
             if p.dim() == 0:  # noise that is there
                 torch.nn.init.constant_(p, 0.1)
         self.adam = {
-            m: torch.optim.Adam(m.parameters(), lr=1e-5, betas=(0.0, 0.99), capturable=device == "cuda")
+            m: torch.optim.Adam(m.parameters(), lr=1e-5, betas=(0.0, 0.99), fused=True, capturable=device == "cuda")
             for m in (self.g, self.d)
         }
         self.real = torch.randn(batch, 3, widths.resolution, widths.resolution, device=device)
@@ -172,17 +172,18 @@ def measure(
         if left() < (40 if slow else 10):
             continue
         torch.backends.cudnn.benchmark = autotune and not slow
-        call = functools.partial(training.step, name)
+        call, cells = functools.partial(training.step, name), eager
         try:
             eager[name], peaks[0] = timed(call, device, 1 if slow else 7, 0 if slow else 3, peaks[0])
             if device == "cuda" and not slow and not ops.endswith("compiled"):
+                cells = graph
                 torch.cuda.reset_peak_memory_stats()
                 replay = captured(call)
                 peaks[1] = max(peaks[1], torch.cuda.max_memory_allocated())
                 graph[name], _ = timed(replay, device, 7, 1, 0)
                 del replay
         except RuntimeError as error:
-            eager[name] = "refused" if ops.endswith("compiled") else type(error).__name__
+            cells[name] = "refused" if ops.endswith("compiled") else type(error).__name__
             log(f"  {ops} {name}: {str(error).splitlines()[0]}")
             training.forget()
         log(f"  {ops} {name}: {eager[name]} ms, graph {graph[name]} ms, {left():.0f} s left")

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
+import runpy
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +15,8 @@ import pytest
 import torch
 from PIL import Image
 
-import pixfuse
+import pixfuse.compat
+from pixfuse._shared.library import by_definition
 from pixfuse._shared.timing import threads
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -82,24 +86,51 @@ def test_resumed_training_is_that_without_a_stop(stylegan2, tmp_path, monkeypatc
         assert grid.size == (8 * 16, 4 * 16)
 
 
-def test_torchrun_trains_one_network_in_two_processes(tmp_path):
+def documented(first, name):
+    """The arguments of the commands in examples/README.md that start with ``first`` and run the script ``name``."""
+    block = "".join(re.findall(r"^```sh\n(.*?)^```", (EXAMPLES / "README.md").read_text(), re.M | re.S))
+    lines = [shlex.split(line, comments=True) for line in block.splitlines()]
+    assert all(words[0] in ("python", "torchrun", "pixfuse") for words in lines)
+    found = [words for words in lines if words[0] == first and any(w.endswith(name) for w in words)]
+    assert found
+    return found
+
+
+def pictures_in(folder):
+    folder.mkdir()
+    for i, colour in enumerate(("red", "green", "blue")):
+        Image.new("RGB", (30 + i, 24), colour).save(folder / f"{i}.png")
+
+
+def test_training_commands_of_the_readme(stylegan2, tmp_path, monkeypatch):
+    train = stylegan2("train")
+    monkeypatch.chdir(tmp_path)
+    pictures_in(tmp_path / "pictures")
+    for words in documented("python", "train.py"):
+        training = train.main([*words[2:], *SMALL, "--steps", "1"])
+        assert (training.args.out / "checkpoint.pt").exists()
+
+
+def test_torchrun_command_of_the_readme_trains_one_network_in_two_processes(tmp_path):
     script = f"""
 import sys
 sys.path.insert(0, {str(EXAMPLES / "stylegan2")!r})
-import torch, train
+import train
 training = train.main(sys.argv[1:])
 total = sum(p.double().abs().sum() for net in (training.g, training.d) for p in net.parameters())
 print("weights", float(total))
 """
     (tmp_path / "both.py").write_text(script)
-    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "both.py"]
-    run += [*SMALL, "--steps", "2", "--out", "out", "--every", "1"]
+    pictures_in(tmp_path / "pictures")
+    ((_, *words),) = documented("torchrun", "train.py")
+    words[words.index("examples/stylegan2/train.py")] = "both.py"
+    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", *words, *SMALL, "--steps", "2"]
     done = subprocess.run(run, cwd=tmp_path, env=environment(), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-4000:]
     totals = [line for line in done.stdout.splitlines() if line.startswith("weights")]
     assert len(totals) == 2
     assert totals[0] == totals[1]  # they saw other pictures and have the same weights
-    assert torch.load(tmp_path / "out" / "checkpoint.pt", weights_only=True)["done"] == 2
+    assert torch.load(tmp_path / "faces" / "checkpoint.pt", weights_only=True)["done"] == 2
 
 
 def test_pictures_of_a_folder(stylegan2, tmp_path):
@@ -136,3 +167,59 @@ def test_networks_take_odd_settings(stylegan2):
     assert ws.shape == (3, 6, 16)
     assert d(pictures).shape == (3, 1)
     torch.testing.assert_close(g(z[:1], truncation=0.5)[0], pictures[:1])
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+def test_diffusion_unet_gives_the_same_on_pixfuse(monkeypatch, capsys, layout):
+    assert documented("python", "diffusion_unet.py") == [["python", "examples/diffusion_unet.py"]]
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    monkeypatch.delitem(sys.modules, "diffusion_unet", raising=False)
+    module = importlib.import_module("diffusion_unet")
+    small = ["--width", "16", "--size", "8", "--batch", "2", "--rounds", "1", "--device", "cpu", "--layout", layout]
+    apart = module.main(small)
+    assert apart.keys() == {"sample", "train"}
+    assert max(apart.values()) < 1e-5
+    report = capsys.readouterr().out
+    assert "33 modules of UNet replaced" in report
+    assert "down.0.norm1    GroupNorm with SiLU, fused" in report
+    assert "left as they are" not in report
+    assert "train" in report
+
+
+def numbers(text):
+    return [float(n) for n in re.findall(r"-?\d+\.\d+", text)]
+
+
+def test_switched_projects_run_unchanged():
+    """As the README says: in three lines, and without touching a file. Their numbers are those of the definition."""
+    ((_, switch),) = documented("python", "switch.py")
+    ((_, *words),) = documented("pixfuse", "discriminator.py")
+    root = EXAMPLES.parent
+    code = "import sys; from pixfuse._cli.main import main; main()"
+    outputs = []
+    for command in ([switch], ["-c", code, *words]):
+        done = subprocess.run([sys.executable, *command], cwd=root, env=environment(), capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[-4000:]
+        outputs.append(done.stdout.splitlines())
+    assert len(outputs[0]) == 2
+    assert outputs[1] == outputs[0][:1]
+    assert outputs[0][0].startswith("discriminator block: (2, 16, 8, 8)")
+    assert outputs[0][1].startswith("restorer: (2, 3, 24, 20)")
+    with pixfuse.compat.installed("nvlabs"), by_definition():
+        module = runpy.run_path(str(EXAMPLES / "switching" / "discriminator.py"))
+        torch.manual_seed(0)
+        x = torch.randn(2, 8, 16, 16, requires_grad=True)
+        y = module["Block"](8, 16)(x)
+        (slope,) = torch.autograd.grad(y.sum(), [x])
+    found = numbers(outputs[0][0])
+    assert found == pytest.approx([float(y.detach().mean()), float(slope.square().sum())], abs=1e-3)
+
+
+def test_readme_of_the_examples():
+    text = (EXAMPLES / "README.md").read_text()
+    for target in re.findall(r"\]\(([^)#]+)\)", text):
+        assert (EXAMPLES / target).exists(), target
+    switch = (EXAMPLES / "switching" / "switch.py").read_text()
+    (block,) = re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)
+    for line in block.splitlines():
+        assert line in switch or line.startswith("#"), line
