@@ -137,22 +137,24 @@ inline std::vector<int64_t> dense_strides(std::span<const int64_t> sizes, bool c
   return strides;
 }
 
-// An uninitialised dense tensor. It goes through the dispatcher, so deterministic mode fills it with NaN.
+// An uninitialised dense tensor. new_empty fills it with NaN in deterministic mode, which the tests look at; the
+// strides come after, since a call of empty_strided by name takes four times as long.
 inline Tensor empty_dense(const Tensor& like, std::span<const int64_t> sizes, bool channels_last,
                           std::optional<ScalarType> dtype = std::nullopt) {
-  using torch::stable::detail::from;
-  auto strides = dense_strides(sizes, channels_last);
-  torch::headeronly::IntHeaderOnlyArrayRef size_ref(sizes.data(), sizes.size());
-  torch::headeronly::IntHeaderOnlyArrayRef stride_ref(strides.data(), strides.size());
-  std::optional<ScalarType> kind = dtype.value_or(like.scalar_type());
-  std::array<StableIValue, 6> stack{from(size_ref),
-                                    from(stride_ref),
-                                    from(kind),
-                                    from(std::optional<torch::headeronly::Layout>()),
-                                    from(std::optional<torch::stable::Device>(like.device())),
-                                    from(std::optional<bool>())};
-  TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::empty_strided", "", stack.data(), TORCH_ABI_VERSION));
-  return torch::stable::detail::to<Tensor>(stack[0]);
+  int32_t kind;
+  if (dtype)
+    kind = torch::stable::detail::to<int32_t>(torch::stable::detail::from(*dtype));
+  else
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(like.get(), &kind));
+  AtenTensorHandle handle;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_aten_new_empty(like.get(), sizes.data(), int64_t(sizes.size()), &kind, nullptr,
+                                                   nullptr, 0, nullptr, &handle));
+  Tensor result(handle);
+  if (!channels_last) return result;
+  const auto strides = dense_strides(sizes, true);
+  TORCH_ERROR_CODE_CHECK(
+      aoti_torch__reinterpret_tensor(handle, int64_t(sizes.size()), sizes.data(), strides.data(), 0, &handle));
+  return Tensor(handle);
 }
 
 inline Tensor empty_dense(const Tensor& like, std::initializer_list<int64_t> sizes, bool channels_last,
