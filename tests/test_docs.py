@@ -1,5 +1,7 @@
 """What the documents show runs: every code block and every command; and the pinned tools agree."""
 
+import doctest
+import inspect
 import re
 import shlex
 import shutil
@@ -15,6 +17,7 @@ from typer.testing import CliRunner
 
 import pixfuse
 import pixfuse.nn
+import pixfuse.onnx
 from pixfuse._cli.main import app
 from pixfuse._shared import timing
 
@@ -77,6 +80,25 @@ def one_process(monkeypatch):
 def test_example(code, one_process):
     assert len(code.strip().splitlines()) <= 12
     exec(compile(code, "example", "exec"), {})
+
+
+def docstrings():
+    """The examples of every public function, class and method."""
+    for module in (pixfuse, pixfuse.nn, pixfuse.onnx):
+        for name in module.__all__:
+            thing = getattr(module, name)
+            if not inspect.ismodule(thing):
+                yield pytest.param(thing, id=f"{module.__name__}.{name}")
+
+
+@pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec:FutureWarning")  # torch.onnx itself
+@pytest.mark.parametrize("thing", list(docstrings()))
+def test_docstring(thing):
+    source = doctest.DocTestParser().get_doctest(thing.__doc__, {}, thing.__name__, None, None)
+    assert source.examples
+    said = []
+    doctest.DocTestRunner().run(source, out=said.append)
+    assert not said, "".join(said)
 
 
 @pytest.mark.parametrize("command", list(commands()))

@@ -154,9 +154,9 @@ class Blur(_Filters):
     Example:
         >>> import torch, pixfuse.nn
         >>> pixfuse.nn.Blur([1, 2, 1])(torch.eye(3)[None, None])
-        tensor([[[[0.3750, 0.2500, 0.0625],
+        tensor([[[[0.3125, 0.2500, 0.0625],
                   [0.2500, 0.3750, 0.2500],
-                  [0.0625, 0.2500, 0.3750]]]])
+                  [0.0625, 0.2500, 0.3125]]]])
     """
 
     kernel: Tensor

@@ -179,6 +179,12 @@ def unpatch(model: nn.Module) -> list[str]:
 
     Raises:
         TypeError: ``model`` is no module.
+
+    Example:
+        >>> import torch, pixfuse
+        >>> model = torch.nn.Sequential(torch.nn.GroupNorm(2, 4), torch.nn.SiLU())
+        >>> pixfuse.patch(model) and pixfuse.unpatch(model)
+        ['0', '1']
     """
     _check_model("unpatch", model)
     restored = []

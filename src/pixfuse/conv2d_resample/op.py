@@ -111,7 +111,8 @@ def modulated_conv2d(
         demodulate: whether to normalise the weights (step 2).
         flip_weight: see ``conv2d_resample``.
         fused_modconv: scale the weights and convolve with a group per image; False scales the images before and
-            after one shared convolution instead. The same numbers up to rounding, at another speed.
+            after one shared convolution instead. The same numbers up to rounding, at another speed. A program that is
+            exported for batches of any size takes the latter: no format has a number of groups that varies.
 
     Returns:
         the tensor that ``conv2d_resample`` gives.
@@ -144,6 +145,7 @@ def modulated_conv2d(
     w, s, d = _factors(x, weight, styles, demodulate)
     n, c, h, width = x.shape
     conv = (resample_filter, up, down, pads)
+    fused_modconv = fused_modconv and not (torch.compiler.is_exporting() and isinstance(n, torch.SymInt))
     if not fused_modconv or 0 in (n, c, weight.shape[0]):
         y = _resampled(x * s.to(x.dtype)[:, :, None, None], w.to(x.dtype), *conv, 1, flip_weight, False)
         if d is not None:

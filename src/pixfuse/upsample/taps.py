@@ -16,7 +16,7 @@ import numpy as np
 NEAREST, NEAREST_EXACT, LINEAR, CUBIC, AREA, LANCZOS = range(6)
 
 # (i + h) * step has up to 1.5 roundings of 2^-53, its step one more: a coordinate that close below an integer is it.
-_SNAP = 1 + 2.0**-50
+SNAP = 1 + 2.0**-50
 
 
 class Taps(NamedTuple):
@@ -73,7 +73,7 @@ def taps(in_size: int, out_size: int, scale: float, mode: int, align_corners: bo
         step = 1 / scale if scale > 0 else in_size / out_size
     if mode in (NEAREST, NEAREST_EXACT):
         offset = 0.5 if mode == NEAREST_EXACT else 0.0
-        start = np.minimum(np.floor((i + offset) * step * _SNAP).astype(np.int64), in_size - 1)
+        start = np.minimum(np.floor((i + offset) * step * SNAP).astype(np.int64), in_size - 1)
         return _table(start, start + 1, lambda j: np.ones(j.shape))
     if antialias:
         return _antialiased(in_size, step * (i + 0.5), max(step, 1.0), mode)
