@@ -131,20 +131,32 @@ def test_decompositions_leave_no_operator_of_pixfuse() -> None:
 # --- ONNX ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dynamic", [False, True], ids=["fixed", "dynamic"])
-def test_onnxruntime_gives_the_same_values(dynamic: bool, tmp_path: Path) -> None:
-    x, file = picture(2, 4, 9, 11), tmp_path / "model.onnx"
-    axes: Any = {0: torch.export.Dim.DYNAMIC, 2: torch.export.Dim.DYNAMIC, 3: torch.export.Dim.DYNAMIC}
+def onnx(model: nn.Module, x: Tensor, folder: Path, axes: Any = None) -> tuple[Any, list[str]]:
+    """A session of onnxruntime and the operators that it runs."""
     program = pixfuse.onnx.export(
-        EveryOp(), (x,), file, dynamic_shapes=(axes,) if dynamic else None, input_names=["picture"], verbose=False
+        model, (x,), folder / "model.onnx", dynamic_shapes=axes, input_names=["picture"], verbose=False
     )
     assert {node.domain for node in program.model_proto.graph.node} == {""}
     assert not program.model_proto.functions
-    session = onnxruntime.InferenceSession(file)
-    for shape in ((2, 4, 9, 11), (3, 4, 14, 10), (1, 4, 33, 64))[: 3 if dynamic else 1]:
+    operators = sorted({node.op_type for node in program.model_proto.graph.node})
+    return onnxruntime.InferenceSession(folder / "model.onnx"), operators
+
+
+def test_onnxruntime_gives_the_values_of_every_op_at_any_size(tmp_path: Path) -> None:
+    axes = ({0: torch.export.Dim.DYNAMIC, 2: torch.export.Dim.DYNAMIC, 3: torch.export.Dim.DYNAMIC},)
+    session, _ = onnx(EveryOp(), picture(2, 4, 9, 11), tmp_path, axes)
+    for shape in ((2, 4, 9, 11), (3, 4, 14, 10), (1, 4, 33, 64)):
         x = picture(*shape)
         for got, wanted in zip(session.run(None, {"picture": x.numpy()}), EveryOp()(x), strict=True):
             torch.testing.assert_close(torch.from_numpy(got), wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_tables_of_fixed_sizes_are_constants_in_onnx(tmp_path: Path) -> None:
+    x, model = picture(2, 4, 9, 11), nn.Sequential(pnn.Upsample((5, 13), mode="lanczos", antialias=True), pnn.Blur())
+    session, operators = onnx(model, x, tmp_path)
+    assert operators == ["Conv", "Gather", "Mul", "ReduceSum", "Reshape"]
+    (got,) = session.run(None, {"picture": x.numpy()})
+    torch.testing.assert_close(torch.from_numpy(got), model(x), rtol=1e-5, atol=1e-5)
 
 
 # --- AOTInductor --------------------------------------------------------------------------------------------------
