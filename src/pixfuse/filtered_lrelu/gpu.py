@@ -48,8 +48,9 @@ def _rows(ptr, row, height, column, width, inner, bias, BIAS: tl.constexpr, ROWS
         at = ptr + tl.cast(width, tl.int64) * r * inner
         for c in tl.static_range(COLUMNS):
             mask = inside & ((column + c).to(tl.uint32, bitcast=True) < width.to(tl.uint32))
-            value = tl.load(at + c * inner, mask, 0.0).to(tl.float32)
+            value = tl.load(at, mask, 0.0).to(tl.float32)
             rows = rows + (tl.where(mask, value + bias, 0.0) if BIAS else value,)
+            at += inner
     return rows
 
 
@@ -256,11 +257,11 @@ def _filtered_lrelu_kernel(
 
             for k in tl.static_range(NEW):
                 inside = alive & (out_row + k >= segment * out_rows) & (out_row + k < out_end)
+                at = y_ptr + tl.cast(out_w, tl.int64) * k * inner
                 for p in tl.static_range(0, B, OUT_UNIT):
-                    offset = (tl.cast(out_w, tl.int64) * k + p) * inner
                     mask = inside & (column + p < out_w)
                     if OUT_UNIT == 1:
-                        tl.store(y_ptr + offset, (sums[k * B + p] * scale).to(y_ptr.dtype.element_ty), mask)
+                        tl.store(at, (sums[k * B + p] * scale).to(y_ptr.dtype.element_ty), mask)
                     else:
                         unit = tl.arange(0, OUT_UNIT)[None, :]
                         if OUT_UNIT == 2:
@@ -269,9 +270,8 @@ def _filtered_lrelu_kernel(
                             even = tl.join(sums[k * B + p], sums[k * B + p + 2])
                             odd = tl.join(sums[k * B + p + 1], sums[k * B + p + 3])
                             out = tl.join(even, odd).reshape([THREADS, 4])
-                        tl.store(
-                            y_ptr[:, None] + (offset + unit), (out * scale).to(y_ptr.dtype.element_ty), mask[:, None]
-                        )
+                        tl.store(at[:, None] + unit, (out * scale).to(y_ptr.dtype.element_ty), mask[:, None])
+                    at += OUT_UNIT * inner
             sums = sums[NEW * B :]
         out_row += NEW
         y_ptr += tl.cast(out_w, tl.int64) * NEW * inner
