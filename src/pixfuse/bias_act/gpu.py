@@ -256,14 +256,27 @@ def _elementwise(
 
 def bias_act(x: Tensor, b: Tensor | None, dim: int, act: int, alpha: float, gain: float, clamp: float) -> Tensor:
     """``y`` of the shape, dtype and layout of ``x``; see ``reference.py``."""
-    channels_last, dense, strides = form(x)
-    x = x if dense else to_layout(x, channels_last)
+    channels_last, dense, strides, launch = _value_plan(
+        x.shape, x.stride(), x.dtype, None if b is None else b.dtype, dim, act, alpha, gain, clamp
+    )
+    if not dense:
+        x = to_layout(x, channels_last)
     y = torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device)
-    b = None if b is None else b.contiguous()
-    dtypes = (x.dtype, None if b is None else b.dtype)
-    scalars = (float(alpha), float(gain), float(clamp))
-    _elementwise(_value_kernel, x.shape, dim, channels_last, dtypes, b is not None, scalars, act)(x, b, y)
+    launch(x, None if b is None else b.contiguous(), y)
     return y
+
+
+@functools.lru_cache(maxsize=4096)
+def _value_plan(
+    shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, bias: torch.dtype | None, dim: int, act: int,
+    *scalars: float,
+) -> tuple[bool, bool, tuple[int, ...], Launch]:  # fmt: skip
+    """The form of x, field by field, and the launch on it."""
+    of_x = form(shape, strides)
+    launch = _elementwise(
+        _value_kernel, shape, dim, of_x.channels_last, (dtype, bias), bias is not None, tuple(map(float, scalars)), act
+    )
+    return (*of_x, launch)
 
 
 @functools.lru_cache(maxsize=256)
@@ -332,7 +345,7 @@ def bias_act_second(
     v: Tensor, dy: Tensor, x: Tensor, b: Tensor | None, dim: int, act: int, alpha: float, gain: float, clamp: float
 ) -> Tensor:
     """``v * dy * gain * act''(t)``; see ``reference.py``."""
-    channels_last = form(x).channels_last
+    channels_last = form(x.shape, x.stride()).channels_last
     v, dy, x = (to_layout(t, channels_last) for t in (v, dy, x))
     b = None if b is None else b.contiguous()
     out = new(x, x.shape, channels_last)

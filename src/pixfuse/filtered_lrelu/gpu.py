@@ -19,8 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .._shared.gpu import Launch, form, new
-from .._shared.layout import to_layout
+from .._shared.gpu import Form, Launch, form, new
+from .._shared.layout import dense_strides, to_layout
 from ..upfirdn2d import upfirdn2d
 from ..upfirdn2d.op import filter_size
 
@@ -309,21 +309,36 @@ def filtered_lrelu(
     clamp: float,
 ) -> Tensor:
     """``D act(U (x + b))``, in the layout of ``x``."""
-    channels_last, dense, _ = form(x)
-    x = x if dense else to_layout(x, channels_last)
-    n, c, h, w = x.shape
-    of_x = _Stream(h, w, up, _taps(fu), pad_x, pad_y, flip)
-    shape = (n, c, out_h, out_w, channels_last)
-    launch = _plan(*shape, b is not None, of_x, None, down, _taps(fd), flip, gain, slope, clamp)
+    (channels_last, dense, _), shape, strides, launch = _value_plan(
+        x.shape, x.stride(), x.dtype, None if b is None else b.dtype, _taps(fu), _taps(fd),
+        up, down, pad_x, pad_y, out_w, out_h, flip, gain, slope, clamp,
+    )  # fmt: skip
+    if not dense:
+        x = to_layout(x, channels_last)
     if launch is None:
         u = _upsampled_domain(fd, down, out_w, out_h)
         t = _resample(_biased(x, b), fu, up, 1, pad_x, pad_y, *u, flip, up * up)
         t = gain * torch.where(t > 0, t, t * slope)
         t = t.clamp(-clamp, clamp) if clamp >= 0 else t
         return _resample(t, fd, 1, down, 0, 0, out_w, out_h, flip, 1.0).to(x.dtype)
-    y = new(x, shape[:4], channels_last)
+    y = torch.empty_strided(shape, strides, dtype=x.dtype, device=x.device)
     launch(x, b, _filter(fu, x), None, None, _filter(fd, x), y)
     return y
+
+
+@functools.lru_cache(maxsize=4096)
+def _value_plan(
+    size: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, bias: torch.dtype | None, ku: int, kd: int,
+    up: int, down: int, pad_x: int, pad_y: int, out_w: int, out_h: int, flip: bool,
+    gain: float, slope: float, clamp: float,
+) -> tuple[Form, tuple[int, ...], tuple[int, ...], Launch | None]:  # fmt: skip
+    """The form of x, shape and strides of the result, and the launch."""
+    of_x, (n, c, h, w) = form(size, strides), size
+    stream = _Stream(h, w, up, ku, pad_x, pad_y, flip)
+    shape = (n, c, out_h, out_w)
+    dtypes = (dtype, bias)
+    launch = _plan(*shape, of_x.channels_last, dtypes, stream, None, down, kd, flip, gain, slope, clamp)
+    return of_x, shape, dense_strides(shape, of_x.channels_last), launch
 
 
 def filtered_lrelu_tangent(
@@ -344,18 +359,18 @@ def filtered_lrelu_tangent(
     clamp: float,
 ) -> Tensor:
     """``D (m(U (x + b)) * U v)``, in the layout of ``x``."""
-    channels_last, dense, _ = form(x)
+    channels_last, dense, _ = form(x.shape, x.stride())
     x, v = x if dense else to_layout(x, channels_last), to_layout(v, channels_last)
     n, c, h, w = x.shape
     of_x = _Stream(h, w, up, _taps(fu), pad_x, pad_y, flip)
-    shape = (n, c, out_h, out_w, channels_last)
-    launch = _plan(*shape, b is not None, of_x, of_x, down, _taps(fd), flip, gain, slope, clamp)
+    shape, dtypes = (n, c, out_h, out_w), (x.dtype, v.dtype, None if b is None else b.dtype)
+    launch = _plan(*shape, channels_last, dtypes, of_x, of_x, down, _taps(fd), flip, gain, slope, clamp)
     if launch is None:
         u = _upsampled_domain(fd, down, out_w, out_h)
         t = _resample(_biased(x, b), fu, up, 1, pad_x, pad_y, *u, flip, up * up)
         t = _factor(t, gain, slope, clamp) * _resample(v.float(), fu, up, 1, pad_x, pad_y, *u, flip, up * up)
         return _resample(t, fd, 1, down, 0, 0, out_w, out_h, flip, 1.0).to(x.dtype)
-    y = new(x, shape[:4], channels_last)
+    y = new(x, shape, channels_last)
     fu = _filter(fu, x)
     launch(x, b, fu, v, fu, _filter(fd, x), y)
     return y
@@ -379,14 +394,15 @@ def filtered_lrelu_backward(
     clamp: float,
 ) -> Tensor:
     """``Uᵀ (m(U (x + b)) * Dᵀ dy)``, in the layout of ``x``."""
-    channels_last, dense, _ = form(x)
+    channels_last, dense, _ = form(x.shape, x.stride())
     x, dy = x if dense else to_layout(x, channels_last), to_layout(dy, channels_last)
     n, c, h, w = x.shape
     ku, kd = _taps(fu), _taps(fd)
     # Samples are counted from the first that the transposed upsampling reads, which is ku - 1 - pad before the image.
     of_x = _Stream(h, w, up, ku, ku - 1, ku - 1, flip)
     of_dy = _Stream(out_h, out_w, down, kd, kd + ku - 2 - pad_x, kd + ku - 2 - pad_y, not flip)
-    launch = _plan(n, c, h, w, channels_last, b is not None, of_x, of_dy, up, ku, not flip, gain, slope, clamp)
+    dtypes = (x.dtype, dy.dtype, None if b is None else b.dtype)
+    launch = _plan(n, c, h, w, channels_last, dtypes, of_x, of_dy, up, ku, not flip, gain, slope, clamp)
     if launch is None:
         u = _upsampled_domain(fd, down, out_w, out_h)
         t = _resample(_biased(x, b), fu, up, 1, pad_x, pad_y, *u, flip, up * up)
@@ -457,7 +473,7 @@ def _plan(
     out_h: int,
     out_w: int,
     channels_last: bool,
-    bias: bool,
+    dtypes: tuple[torch.dtype | None, ...],
     x: _Stream,
     v: _Stream | None,
     down: int,
@@ -467,7 +483,10 @@ def _plan(
     slope: float,
     clamp: float,
 ) -> Launch | None:
-    """The launch, or None if a filter is not separable or too long for the registers."""
+    """The launch on tensors of ``dtypes`` (the last is the bias'), or None if the filters do not suit the kernel.
+
+    They must be separable and short enough for the registers.
+    """
     if 0 in (x.taps, taps, v.taps if v else 1):
         return None
     streams = (x, v) if v else (x,)
@@ -497,7 +516,7 @@ def _plan(
             *(slope, limit, scale),
         ),
         (
-            *(bias, len(streams) == 2, x.up, x.taps, x.pad_y % x.up, x.pad_x % x.up, x.flip),
+            *(dtypes[-1] is not None, len(streams) == 2, x.up, x.taps, x.pad_y % x.up, x.pad_x % x.up, x.flip),
             *(v.up, v.taps, v.pad_y % v.up, v.pad_x % v.up, v.flip, down, taps, flip),
             *(0 <= slope <= 1, limit < math.inf, channels_last, block, step, unit, _THREADS),
         ),

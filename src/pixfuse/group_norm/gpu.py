@@ -17,6 +17,7 @@ are pooled without cancellation and without overflow, and a constant image has d
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .._shared.gpu import Launch, form, power_of_2
+from .._shared.gpu import Form, Launch, form, power_of_2
 from .._shared.gpu_math import sigmoid
 from .._shared.layout import to_layout
 
@@ -617,17 +618,28 @@ def _warps(elements: int) -> int:
 
 
 class _Forward(NamedTuple):
+    form: Form
     launches: tuple[Launch, ...]
-    partials: int  # floats of scratch
-    pooled: int
+    partials: int = 0  # floats of scratch
+    pooled: int = 0
 
 
-@functools.lru_cache(maxsize=1024)
+@functools.lru_cache(maxsize=4096)
 def _forward(
-    N: int, C: int, P: int, G: int, channels_last: bool, dtype: torch.dtype, parameters: tuple[torch.dtype | None, ...],
-    eps: float, act: int, round_before_act: bool, in_parts: bool = False,
+    shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, weight: torch.dtype | None,
+    bias: torch.dtype | None, G: int, eps: float, act: int, round_before_act: bool,
+    in_parts: bool = False,
 ) -> _Forward:  # fmt: skip
-    """With ``in_parts`` three launches for any image: between the last two others may have a say."""
+    """The plan of a call; ``weight`` and ``bias`` only tell calls of other dtypes apart.
+
+    With ``in_parts`` three launches for any image: between the last two others may have a say.
+    """
+    of_x = form(shape, strides)
+    channels_last = of_x.channels_last
+    N, C = shape[:2]
+    P = math.prod(shape[2:])
+    if 0 in shape:
+        return _Forward(of_x, ())
     D = C // G
     whole = None if in_parts else _whole_tile(C, P, G, channels_last, dtype.itemsize, _ONE_PASS)
     if whole:
@@ -638,7 +650,7 @@ def _forward(
             (groups, channels, pixels, held, _even(D, channels, held), channels_last, act, round_before_act),
             num_warps=_warps(channels * pixels),
         )  # fmt: skip
-        return _Forward((launch,), 0, 0)
+        return _Forward(of_x, (launch,))
     t = _tiling(C, P, G, channels_last)
     wide = (t.pixels * C if channels_last else t.channels * P) >= 2**31
     stride, chunk = N * G * t.slots, t.steps * t.pixels
@@ -660,7 +672,7 @@ def _forward(
         (chunk, t.touched, slots, t.channels, *tile, full, wide, act, round_before_act), num_warps=_WARPS,
     )  # fmt: skip
     launches = (partial, apply) if pool is None else (partial, pool, apply)
-    return _Forward(launches, 2 * N * G * t.slots, 2 * N * G if pool else 0)
+    return _Forward(of_x, launches, 2 * N * G * t.slots, 2 * N * G if pool else 0)
 
 
 def group_norm(
@@ -668,34 +680,33 @@ def group_norm(
     round_before_act: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """``y``, ``mean`` and ``rstd``; see ``reference.py``."""
-    channels_last, dense, strides = form(x)
-    x = x if dense else to_layout(x, channels_last)
-    y = torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device)
-    N, C = x.shape[0], x.shape[1]
-    mean = x.new_empty((N, num_groups), dtype=torch.float32)
-    rstd = torch.empty_like(mean)
-    if y.numel() == 0:
-        return y, mean.zero_(), rstd.zero_()
-    weight, bias = _dense(weight), _dense(bias)
-    plan = _forward(
-        N, C, y.numel() // (N * C), num_groups, channels_last, x.dtype,
-        (None if weight is None else weight.dtype, None if bias is None else bias.dtype),
-        eps, act, round_before_act,
+    (channels_last, dense, strides), launches, partials, pooled = _forward(
+        x.shape, x.stride(), x.dtype, None if weight is None else weight.dtype, None if bias is None else bias.dtype,
+        num_groups, eps, act, round_before_act,
     )  # fmt: skip
-    if len(plan.launches) == 1:
-        plan.launches[0](x, weight, bias, y, mean, rstd)
+    if not dense:
+        x = to_layout(x, channels_last)
+    y = torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device)
+    mean = torch.empty((x.shape[0], num_groups), dtype=torch.float32, device=x.device)
+    rstd = torch.empty_like(mean)
+    weight, bias = _dense(weight), _dense(bias)
+    if not launches:
+        return y, mean.zero_(), rstd.zero_()
+    if len(launches) == 1:
+        launches[0](x, weight, bias, y, mean, rstd)
         return y, mean, rstd
-    part = x.new_empty(plan.partials, dtype=torch.float32)
-    plan.launches[0](x, part)
-    if plan.pooled:
-        pooled = x.new_empty(plan.pooled, dtype=torch.float32)
-        plan.launches[1](part, pooled)
-        part = pooled
-    plan.launches[-1](x, part, weight, bias, y, mean, rstd)
+    part = x.new_empty(partials, dtype=torch.float32)
+    launches[0](x, part)
+    if pooled:
+        whole = x.new_empty(pooled, dtype=torch.float32)
+        launches[1](part, whole)
+        part = whole
+    launches[-1](x, part, weight, bias, y, mean, rstd)
     return y, mean, rstd
 
 
 class _Backward(NamedTuple):
+    form: Form
     launches: tuple[Launch, ...]
     whole: bool  # one launch
     chunks: int  # parts of a channel's sums
@@ -703,11 +714,19 @@ class _Backward(NamedTuple):
     pooled: int
 
 
-@functools.lru_cache(maxsize=1024)
+@functools.lru_cache(maxsize=4096)
 def _backward(
-    N: int, C: int, P: int, G: int, channels_last: bool, dtype: torch.dtype, others: tuple[torch.dtype | None, ...],
-    act: int, round_before_act: bool, need_dx: bool, need_sums: bool, in_parts: bool = False,
+    shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, others: tuple[torch.dtype | None, ...],
+    G: int, act: int, round_before_act: bool, need_dx: bool, need_sums: bool,
+    in_parts: bool = False,
 ) -> _Backward:  # fmt: skip
+    """The plan of a call; ``others`` and ``need_sums`` only tell calls with other tensors apart."""
+    of_x = form(shape, strides)
+    channels_last = of_x.channels_last
+    N, C = shape[:2]
+    P = math.prod(shape[2:])
+    if 0 in shape:
+        return _Backward(of_x, (), False, 0, 0, 0)
     D = C // G
     whole = None if in_parts else _whole_tile(C, P, G, channels_last, dtype.itemsize, _ONE_PASS_BACKWARD)
     if whole:
@@ -718,7 +737,7 @@ def _backward(
             (groups, channels, pixels, held, _even(D, channels, held), channels_last, act, round_before_act, need_dx),
             num_warps=_warps(2 * channels * pixels),
         )  # fmt: skip
-        return _Backward((launch,), True, 1, 0, 0)
+        return _Backward(of_x, (launch,), True, 1, 0, 0)
     t = _tiling(C, P, G, channels_last)
     wide = (t.pixels * C if channels_last else t.channels * P) >= 2**31
     stride, step = N * G * t.slots, t.pixels * C if channels_last else t.pixels
@@ -729,7 +748,7 @@ def _backward(
         (t.touched, t.steps, _STAGES, *tile, t.full, wide, act, round_before_act), num_warps=_WARPS,
     )  # fmt: skip
     if not need_dx:
-        return _Backward((partial,), False, t.chunks, 0, 0)
+        return _Backward(of_x, (partial,), False, t.chunks, 0, 0)
     slots = power_of_2(t.slots)
     pool = None
     if in_parts or t.groups * slots > _POOLED:
@@ -743,7 +762,7 @@ def _backward(
         num_warps=_WARPS,
     )  # fmt: skip
     launches = (partial, apply) if pool is None else (partial, pool, apply)
-    return _Backward(launches, False, t.chunks, 2 * N * G * t.slots, 2 * N * G if pool else 0)
+    return _Backward(of_x, launches, False, t.chunks, 2 * N * G * t.slots, 2 * N * G if pool else 0)
 
 
 def group_norm_backward(
@@ -751,13 +770,19 @@ def group_norm_backward(
     act: int, round_before_act: bool, need_dx: bool, need_dweight: bool, need_dbias: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """``dx``, ``dweight`` and ``dbias``; see ``reference.py``."""
-    channels_last, dense, strides = form(x)
+    need_sums = need_dweight or need_dbias
+    plan = _backward(
+        x.shape, x.stride(), x.dtype,
+        (dy.dtype, None if weight is None else weight.dtype, None if bias is None else bias.dtype),
+        num_groups, act, round_before_act, need_dx, need_sums,
+    )  # fmt: skip
+    channels_last, dense, strides = plan.form
     x = x if dense else to_layout(x, channels_last)
     dy = dy if dy.stride() == strides else to_layout(dy, channels_last)
     N, C = x.shape[0], x.shape[1]
     nothing = x.new_empty(0, dtype=torch.float32)
     dx = torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device) if need_dx else None
-    if x.numel() == 0:
+    if not plan.launches:
         zeros = x.new_zeros(C, dtype=torch.float32)
         return (
             x.new_empty(0) if dx is None else dx,
@@ -765,12 +790,6 @@ def group_norm_backward(
             zeros.clone() if need_dbias else nothing,
         )
     weight, bias = _dense(weight), _dense(bias)
-    need_sums = need_dweight or need_dbias
-    plan = _backward(
-        N, C, x.numel() // (N * C), num_groups, channels_last, x.dtype,
-        (dy.dtype, None if weight is None else weight.dtype, None if bias is None else bias.dtype),
-        act, round_before_act, need_dx, need_sums,
-    )  # fmt: skip
     sums = x.new_empty((2, N, C, plan.chunks), dtype=torch.float32) if need_sums else None
     given = (dy, x, mean.contiguous(), rstd.contiguous(), weight, bias)
     if plan.whole:
@@ -796,10 +815,9 @@ def group_norm_backward(
 
 def statistics(x: Tensor, num_groups: int) -> Tensor:
     """``[2, N, num_groups]``: the mean of the deviations from a group's first element, and their rms from that."""
-    channels_last, dense, _ = form(x)
-    x = x if dense else to_layout(x, channels_last)
-    N, C = x.shape[:2]
-    plan = _forward(N, C, x.shape[2:].numel(), num_groups, channels_last, x.dtype, (None, None), 0.0, 0, False, True)
+    plan = _forward(x.shape, x.stride(), x.dtype, None, None, num_groups, 0.0, 0, False, True)
+    x = x if plan.form.dense else to_layout(x, plan.form.channels_last)
+    N = x.shape[0]
     part = x.new_empty(plan.partials, dtype=torch.float32)
     pooled = x.new_empty((2, N, num_groups), dtype=torch.float32)
     plan.launches[0](x, part)
@@ -812,17 +830,15 @@ def normalise(
     round_before_act: bool,
 ) -> Tensor:  # fmt: skip
     """The result for what ``statistics`` gives, of this image or of a larger one that it is a part of."""
-    channels_last, dense, strides = form(x)
+    plan = _forward(
+        x.shape, x.stride(), x.dtype, None if weight is None else weight.dtype, None if bias is None else bias.dtype,
+        num_groups, eps, act, round_before_act, True,
+    )  # fmt: skip
+    channels_last, dense, strides = plan.form
     x = x if dense else to_layout(x, channels_last)
     y = torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device)
     mean, rstd = torch.empty_like(deviations)
     weight, bias = _dense(weight), _dense(bias)
-    N, C = x.shape[:2]
-    plan = _forward(
-        N, C, x.shape[2:].numel(), num_groups, channels_last, x.dtype,
-        (None if weight is None else weight.dtype, None if bias is None else bias.dtype),
-        eps, act, round_before_act, True,
-    )  # fmt: skip
     plan.launches[2](x, deviations, weight, bias, y, mean, rstd)
     return y
 
@@ -858,15 +874,15 @@ def _in_parts(
     dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None, bias: Tensor | None, num_groups: int,
     act: int, round_before_act: bool,
 ) -> tuple[_Backward, tuple[Any, ...]]:  # fmt: skip
-    channels_last, dense, strides = form(x)
+    plan = _backward(
+        x.shape, x.stride(), x.dtype,
+        (dy.dtype, None if weight is None else weight.dtype, None if bias is None else bias.dtype),
+        num_groups, act, round_before_act, True, True, True,
+    )  # fmt: skip
+    channels_last, dense, strides = plan.form
     x = x if dense else to_layout(x, channels_last)
     dy = dy if dy.stride() == strides else to_layout(dy, channels_last)
     weight, bias = _dense(weight), _dense(bias)
-    plan = _backward(
-        x.shape[0], x.shape[1], x.shape[2:].numel(), num_groups, channels_last, x.dtype,
-        (dy.dtype, None if weight is None else weight.dtype, None if bias is None else bias.dtype),
-        act, round_before_act, True, True, True,
-    )  # fmt: skip
     return plan, (dy, x, mean.contiguous(), rstd.contiguous(), weight, bias)
 
 

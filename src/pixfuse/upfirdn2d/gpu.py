@@ -372,7 +372,7 @@ def upfirdn2d_filter_backward(
     x, dy = to_layout(x, channels_last), to_layout(dy, channels_last)
     n, c, h, w = x.shape
     axes = (up_x, up_y, down_x, down_y, pad_x, pad_y)
-    chunks, partial, total = _filter_sums(n, c, h, w, *dy.shape[2:], channels_last, fw, fh, axes, flip, gain)
+    chunks, partial, total = _filter_sums(n, c, h, w, *dy.shape[2:], channels_last, x.dtype, fw, fh, axes, flip, gain)
     sums = x.new_empty(chunks * fw * fh, dtype=torch.float32)
     df = x.new_empty((fh, fw), dtype=torch.float32)
     partial(x, dy, sums)
@@ -404,7 +404,7 @@ def _plan(
     flip: bool,
     gain: float,
 ) -> _Plan:
-    channels_last, dense, _ = form(torch.empty_strided(size, strides, device="meta"))
+    channels_last, dense, _ = form(size, strides)
     n, c, h, w = size
     shape = (n, c, out_h, out_w)
     ky, kx = (1, 1) if taps is None else taps * 2 if len(taps) == 1 else taps
@@ -572,6 +572,7 @@ def _filter_sums(
     out_h: int,
     out_w: int,
     channels_last: bool,
+    dtype: torch.dtype,
     fw: int,
     fh: int,
     axes: tuple[int, ...],

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .._shared.gpu import Launch, form, new, power_of_2
-from .._shared.layout import to_layout
+from .._shared.layout import dense_strides, to_layout
 from .taps import CUBIC, LINEAR, NEAREST, NEAREST_EXACT, axis_taps, taps
 
 DTYPES = (
@@ -369,12 +369,26 @@ def _three(sizes: Sequence[int], fill: int = 1) -> tuple[int, int, int]:
     return (fill,) * (3 - len(sizes)) + tuple(sizes)  # type: ignore[return-value]
 
 
-@functools.lru_cache(maxsize=1024)
+class _Whole(NamedTuple):
+    """What a resize by whole factors allocates and launches."""
+
+    channels_last: bool
+    dense: bool
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    launch: Launch
+
+
+@functools.lru_cache(maxsize=4096)
 def _whole_factor(
-    shape: tuple[int, ...], scale: tuple[int, ...], gain: float, channels_last: bool, backward: bool,
-    dtype: torch.dtype,
-) -> Launch:  # fmt: skip
-    """The launch for an input of ``shape`` (the result's shape if ``backward``)."""
+    given: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, backward: bool, gain: float, *scale: int
+) -> _Whole:
+    """The plan for a tensor of shape ``given``; calls of another ``dtype`` have launches of their own."""
+    channels_last, dense, _ = form(given, strides)
+    sizes = (n // s if backward else n * s for n, s in zip(given[2:], scale, strict=True))
+    result = (*given[:2], *sizes)
+    shape = result if backward else given  # of the smaller image
+    plan = (channels_last, dense, result, dense_strides(result, channels_last))
     C, (D, H, W), (sd, sh, sw) = shape[1], _three(shape[2:]), _three(scale)
     scaled = gain != 1
     if channels_last:
@@ -382,42 +396,45 @@ def _whole_factor(
         channels = min(power_of_2(C), 128)
         block = _TILE // channels
         tiles = -(-C // channels)
-        return Launch(
+        launch = Launch(
             _block_sum_pixels_kernel if backward else _repeat_pixels_kernel, -(-pixels // block) * tiles,
             (gain, C, W, H, pixels, tiles), (sd, sh, sw, block, channels, scaled),
         )  # fmt: skip
+        return _Whole(*plan, launch)
     rows = shape[0] * C * D * H
     wide = power_of_2(sw)
     columns = min(power_of_2(W), max(_TILE // wide, 1))
     height = max(_TILE // (columns * wide), 1)
     tiles = -(-W // columns)
-    return Launch(
+    launch = Launch(
         _block_sum_kernel if backward else _repeat_kernel, -(-rows // height) * tiles,
         (gain, W, H, rows, tiles, sw), (sd, sh, wide, height, columns, scaled),
     )  # fmt: skip
+    return _Whole(*plan, launch)
 
 
 def upsample_nearest(x: Tensor, scale: Sequence[int], gain: float) -> Tensor:
     """Every sample ``scale[d]`` times along spatial axis ``d``, times ``gain``."""
-    channels_last, dense, _ = form(x)
-    x = x if dense else to_layout(x, channels_last)
-    sizes = (n * s for n, s in zip(x.shape[2:], scale, strict=True))
-    y = new(x, (*x.shape[:2], *sizes), channels_last)
-    if y.numel():
-        launch = _whole_factor(x.shape, tuple(scale), float(gain), channels_last, False, x.dtype)
-        launch(_bytes(x), _bytes(y))
-    return y
+    return _by_whole_factors(x, scale, gain, False)
 
 
 def upsample_nearest_backward(dy: Tensor, scale: Sequence[int], gain: float) -> Tensor:
     """The sum over each block of ``dy``, times ``gain``."""
-    channels_last, dense, _ = form(dy)
-    dy = dy if dense else to_layout(dy, channels_last)
-    sizes = (n // s for n, s in zip(dy.shape[2:], scale, strict=True))
-    dx = new(dy, (*dy.shape[:2], *sizes), channels_last)
-    if dx.numel():
-        _whole_factor(dx.shape, tuple(scale), float(gain), channels_last, True, dy.dtype)(dy, dx)
-    return dx
+    return _by_whole_factors(dy, scale, gain, True)
+
+
+def _by_whole_factors(x: Tensor, scale: Sequence[int], gain: float, backward: bool) -> Tensor:
+    channels_last, dense, shape, strides, launch = _whole_factor(
+        x.shape, x.stride(), x.dtype, backward, float(gain), *scale
+    )
+    if not dense:
+        x = to_layout(x, channels_last)
+    y = torch.empty_strided(shape, strides, dtype=x.dtype, device=x.device)
+    if x.dtype == torch.bool:
+        launch(_bytes(x), _bytes(y))
+    else:
+        launch(x, y)
+    return y
 
 
 def _bytes(x: Tensor) -> Tensor:
@@ -442,11 +459,9 @@ def _table(
     return start, stop, torch.from_numpy(table.weights.T.astype("float32")).contiguous().to(device)
 
 
-@functools.lru_cache(maxsize=1024)
 def _resampling(
-    shape: tuple[int, ...], size: tuple[int, ...], taps_of: tuple[int, ...], channels_last: bool, copy: bool,
-    dtypes: tuple[torch.dtype, torch.dtype], tables: tuple[bool, ...],
-) -> Launch:  # fmt: skip
+    shape: tuple[int, ...], size: tuple[int, ...], taps_of: tuple[int, ...], channels_last: bool, copy: bool
+) -> Launch:
     """The launch from an input of ``shape`` to the spatial ``size``."""
     N, C, (OD, OH, OW) = shape[0], shape[1], size
     pixels = OD * OH * OW
@@ -469,10 +484,10 @@ def _resampling(
 _captured: set[Tensor] = set()
 
 
-def _keep(x: Tensor, *tables: Tensor) -> None:
+def _keep(x: Tensor, tables: Sequence[Tensor | None]) -> None:
     """A captured CUDA graph reads its tables at every replay, so they must outlive the caches."""
     if x.is_cuda and torch.cuda.is_current_stream_capturing():
-        _captured.update(tables)
+        _captured.update(t for t in tables if t is not None)
 
 
 def _is_double(
@@ -487,7 +502,6 @@ def _is_double(
     )
 
 
-@functools.lru_cache(maxsize=1024)
 def _double(shape: tuple[int, ...], mode: int, channels_last: bool, backward: bool, dtype: torch.dtype) -> Launch:
     """The launch for the smaller image's ``shape``."""
     N, C, H, W = shape
@@ -544,73 +558,112 @@ def _windows(size: int, mode: int, taps_of: int, device: torch.device) -> Tensor
     return weights.to(device)
 
 
+class _Pass(NamedTuple):
+    """One launch of a resize, with the tables that it reads; ``shape`` is that of a float32 result in between."""
+
+    launch: Launch
+    tables: tuple[Tensor | None, ...]
+    shape: tuple[int, ...] | None
+
+
+class _Resize(NamedTuple):
+    """What a resize allocates and launches."""
+
+    channels_last: bool
+    dense: bool
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    passes: tuple[_Pass, ...]
+
+
+@functools.lru_cache(maxsize=4096)
+def _resizing(
+    given: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, device: torch.device, sizes: tuple[int, ...],
+    mode: int, rest: tuple[bool, bool], scale: tuple[float, ...], back: bool,
+) -> _Resize:  # fmt: skip
+    """From an image of shape ``given`` to spatial ``sizes``, by the tables forwards or (``back``) transposed."""
+    channels_last, dense, _ = form(given, strides)
+    shape = (*given[:2], *sizes)
+    plan = (channels_last, dense, shape, dense_strides(shape, channels_last))
+    if 0 in shape:
+        return _Resize(*plan, ())
+    small, large = (shape, given) if back else (given, shape)
+    if dtype.is_floating_point and _is_double(small[2:], large[2:], mode, rest, scale):
+        launch = _double(small, mode, channels_last, back, dtype)
+        count = 4 if mode == LINEAR else 8
+        windows = [_windows(n, mode, count, device) for n in (small[3], small[2])] if back else []
+        return _Resize(*plan, (_Pass(launch, tuple(windows), None),))
+    tables = [
+        _table(*((o, i) if back else (i, o)), float(s), mode, *rest, back, device)
+        for i, o, s in zip(given[2:], sizes, scale, strict=True)
+    ]
+    copy = (mode in (NEAREST, NEAREST_EXACT) and not back) or not any(tables)
+    return _Resize(*plan, _passes(given, sizes, tables, channels_last, copy))
+
+
+def _passes(
+    given: tuple[int, ...], sizes: Sequence[int], tables: Sequence[tuple[Tensor, Tensor, Tensor] | None],
+    channels_last: bool, copy: bool,
+) -> tuple[_Pass, ...]:  # fmt: skip
+    groups = [list(range(len(tables)))]  # of axes that are resized together
+    if math.prod(1 if t is None else t[2].shape[0] for t in tables) > _TAPS:
+        # Axis by axis, the one that shrinks the most first.
+        order = sorted((d for d, t in enumerate(tables) if t), key=lambda d: sizes[d] / given[2 + d])
+        groups = [[d] for d in order]
+    passes: list[_Pass] = []
+    for number, axes in enumerate(groups):
+        now = [t if d in axes else None for d, t in enumerate(tables)]
+        last = number == len(groups) - 1
+        shape = (*given[:2], *(n if t is None else o for n, o, t in zip(given[2:], sizes, now, strict=True)))
+        every = [None] * (3 - len(now)) + now
+        counts = tuple(1 if t is None else t[2].shape[0] for t in every)
+        launch = _resampling(given, _three(shape[2:]), counts, channels_last, copy)
+        passes.append(_Pass(launch, tuple(a for t in every for a in (t or (None,) * 3)), None if last else shape))
+        given = shape
+    return tuple(passes)
+
+
 def _resize(
     x: Tensor, sizes: Sequence[int], mode: int, rest: tuple[bool, bool], scale: Sequence[float], back: bool
 ) -> Tensor:
-    """``x`` resized to spatial ``sizes`` by the tables forwards or (``back``) transposed."""
-    channels_last, dense, _ = form(x)
-    x = x if dense else to_layout(x, channels_last)
-    y = new(x, (*x.shape[:2], *sizes), channels_last)
-    if y.numel() == 0:
-        return y
-    small, large = (y, x) if back else (x, y)
-    if x.is_floating_point() and _is_double(small.shape[2:], large.shape[2:], mode, rest, scale):
-        launch = _double(small.shape, mode, channels_last, back, x.dtype)
-        if back:
-            count = 4 if mode == LINEAR else 8
-            down, across = (_windows(n, mode, count, x.device) for n in small.shape[2:])
-            _keep(x, across, down)
-            launch(x, across, down, y)
+    plan = _resizing(x.shape, x.stride(), x.dtype, x.device, tuple(sizes), mode, rest, tuple(scale), back)
+    return _run(x, *plan)
+
+
+def _run(
+    x: Tensor, channels_last: bool, dense: bool, shape: tuple[int, ...], strides: tuple[int, ...],
+    passes: Sequence[_Pass],
+) -> Tensor:  # fmt: skip
+    if not dense:
+        x = to_layout(x, channels_last)
+    y = torch.empty_strided(shape, strides, dtype=x.dtype, device=x.device)
+    for launch, tables, between in passes:
+        if tables:
+            _keep(x, tables)
+        to = y if between is None else new(x, between, channels_last, torch.float32)
+        if x.dtype == torch.bool:
+            launch(_bytes(x), *tables, _bytes(to))
         else:
-            launch(x, y)
-        return y
-    tables = [
-        _table(*((o, i) if back else (i, o)), float(s), mode, *rest, back, x.device)
-        for i, o, s in zip(x.shape[2:], sizes, scale, strict=True)
-    ]
-    return _by_tables(x, tables, sizes, y, (mode in (NEAREST, NEAREST_EXACT) and not back) or not any(tables))
-
-
-def _by_tables(
-    x: Tensor, tables: list[tuple[Tensor, Tensor, Tensor] | None], sizes: Sequence[int], y: Tensor, copy: bool
-) -> Tensor:
-    _keep(x, *(a for t in tables if t for a in t))
-    counts = [1 if t is None else t[2].shape[0] for t in tables]
-    if math.prod(counts) > _TAPS:
-        # Axis by axis, the one that shrinks the most first.
-        order = sorted((d for d, t in enumerate(tables) if t), key=lambda d: sizes[d] / x.shape[2 + d])
-        for d in order[:-1]:
-            x = _resampled(x, [t if e == d else None for e, t in enumerate(tables)], sizes, None, copy)
-            tables[d] = None
-    return _resampled(x, tables, sizes, y, copy)
-
-
-def _resampled(
-    x: Tensor, tables: Sequence[tuple[Tensor, ...] | None], sizes: Sequence[int], y: Tensor | None, copy: bool
-) -> Tensor:
-    """``x`` resized along the axes that have tables, into ``y`` or a new float32 tensor."""
-    channels_last = form(x if y is None else y).channels_last
-    shape = [n if t is None else o for n, o, t in zip(x.shape[2:], sizes, tables, strict=True)]
-    if y is None:
-        y = new(x, (*x.shape[:2], *shape), channels_last, torch.float32)
-    every = [None] * (3 - len(tables)) + list(tables)
-    counts = tuple(1 if t is None else t[2].shape[0] for t in every)
-    launch = _resampling(
-        x.shape, _three(shape), counts, channels_last, copy, (x.dtype, y.dtype), tuple(t is None for t in every)
-    )
-    launch(_bytes(x), *(a for t in every for a in (t or (None,) * 3)), _bytes(y))
+            launch(x, *tables, to)
+        x = to
     return y
 
 
 def resize(x: Tensor, maps: Sequence[tuple[Any, ...]], sizes: Sequence[int], copies: bool) -> Tensor:
     """``x`` resized by a map for each spatial axis (see ``axis_taps``); ``copies``: they only copy samples."""
-    channels_last, dense, _ = form(x)
-    x = x if dense else to_layout(x, channels_last)
-    y = new(x, (*x.shape[:2], *sizes), channels_last)
-    if y.numel() == 0:
-        return y
-    tables = [_table(*m[:-1], x.device, m[-1]) for m in maps]
-    return _by_tables(x, tables, sizes, y, copies or not any(tables))
+    return _run(x, *_resizing_by(x.shape, x.stride(), x.dtype, x.device, tuple(maps), tuple(sizes), copies))
+
+
+@functools.lru_cache(maxsize=1024)
+def _resizing_by(
+    given: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, device: torch.device,
+    maps: tuple[tuple[Any, ...], ...], sizes: tuple[int, ...], copies: bool,
+) -> _Resize:  # fmt: skip
+    channels_last, dense, _ = form(given, strides)
+    shape = (*given[:2], *sizes)
+    tables = [_table(*m[:-1], device, m[-1]) for m in maps]
+    passes = _passes(given, sizes, tables, channels_last, copies or not any(tables)) if 0 not in shape else ()
+    return _Resize(channels_last, dense, shape, dense_strides(shape, channels_last), passes)
 
 
 def interpolate(
