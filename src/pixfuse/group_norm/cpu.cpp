@@ -187,98 +187,123 @@ PIXFUSE_CLONES void run_moments(const T* x, int64_t n, acc_t<T> shift, double* s
   sums[1] += t[0];
 }
 
+// `channels` of n elements each, one after another.
 template <class T, Act act>
-PIXFUSE_CLONES void run_value(const T* __restrict x, T* __restrict y, int64_t n, acc_t<T> mean, acc_t<T> scale,
-                              acc_t<T> offset) {
+PIXFUSE_CLONES void run_value(const T* x, T* y, int64_t n, int64_t channels, acc_t<T> mean, const acc_t<T>* scales,
+                              const acc_t<T>* offsets) {
   using A = acc_t<T>;
   const Limits limits;
-  auto values = [&](A u, A v) __attribute__((always_inline)) {
-    return values_of<T, act>({(u - mean) * scale + offset, (v - mean) * scale + offset}, limits);
-  };
-  int64_t i = 0;
-  if constexpr (kWords<T>) {
-    const Word* from = reinterpret_cast<const Word*>(x);
-    Word* to = reinterpret_cast<Word*>(y);
-    for (; i < n / 2; ++i) {
-      const auto u = unpack(from[i]);
-      to[i] = pack(values(u.a, u.b));
-    }
-    i *= 2;
-  } else if constexpr (kApart<T, act>) {
-    for (; i + 2 * kLanes <= n; i += 2 * kLanes) {
-      for (int64_t j = i; j < i + kLanes; ++j) {
-        const auto v = values(load(x[j]), load(x[j + kLanes]));
-        y[j] = narrow<T>(v.a);
-        y[j + kLanes] = narrow<T>(v.b);
+  for (int64_t c = 0; c < channels; ++c, x += n, y += n) {
+    const A scale = scales[c], offset = offsets[c];
+    auto values = [&](A u, A v) __attribute__((always_inline)) {
+      return values_of<T, act>({(u - mean) * scale + offset, (v - mean) * scale + offset}, limits);
+    };
+    int64_t i = 0;
+    if constexpr (kWords<T>) {
+      const Word* from = reinterpret_cast<const Word*>(x);
+      Word* to = reinterpret_cast<Word*>(y);
+#pragma GCC ivdep
+      for (; i < n / 2; ++i) {
+        const auto u = unpack(from[i]);
+        to[i] = pack(values(u.a, u.b));
+      }
+      i *= 2;
+    } else if constexpr (kApart<T, act>) {
+      for (; i + 2 * kLanes <= n; i += 2 * kLanes) {
+#pragma GCC ivdep
+        for (int64_t j = i; j < i + kLanes; ++j) {
+          const auto v = values(load(x[j]), load(x[j + kLanes]));
+          y[j] = narrow<T>(v.a);
+          y[j + kLanes] = narrow<T>(v.b);
+        }
       }
     }
+#pragma GCC ivdep
+    for (; i < n; ++i) y[i] = narrow<T>(values(load(x[i]), load(x[i])).a);
   }
-  for (; i < n; ++i) y[i] = narrow<T>(values(load(x[i]), load(x[i])).a);
 }
 
-// Add the sums of g = dy * act'(z) and of g * xhat over n elements.
+// Add the sums of g = dy * act'(z) and of g * xhat over the n elements of each channel, [channel][2]. If there is an
+// activation g is kept for run_dx: as it lies, of words those of the first halves of 2 * kLanes elements first.
 template <class T, Act act>
-PIXFUSE_CLONES void run_sums(const T* x, const T* dy, int64_t n, acc_t<T> mean, acc_t<T> rstd, acc_t<T> gamma,
-                             acc_t<T> beta, double* sums) {
+PIXFUSE_CLONES void run_sums(const T* x, const T* dy, int64_t n, int64_t channels, acc_t<T> mean, acc_t<T> rstd,
+                             const acc_t<T>* gammas, const acc_t<T>* betas, double* sums, acc_t<T>* kept) {
   using A = acc_t<T>;
   const Limits limits;
-  alignas(64) A s[kLanes] = {}, t[kLanes] = {};
-  int64_t i = 0;
-  for (; i + 2 * kLanes <= n; i += 2 * kLanes) {
-    const Word *w = reinterpret_cast<const Word*>(x + i), *dw = reinterpret_cast<const Word*>(dy + i);
-    for (int64_t j = 0; j < kLanes; ++j) {
-      Two<A> u, g;
-      if constexpr (kWords<T>) {
-        u = unpack(w[j]), g = unpack(dw[j]);
-      } else {
-        u = {load(x[i + j]), load(x[i + j + kLanes])}, g = {load(dy[i + j]), load(dy[i + j + kLanes])};
+  for (int64_t c = 0; c < channels; ++c, x += n, dy += n, kept += n) {
+    const A gamma = gammas[c], beta = betas[c];
+    for (int64_t i = 0; i < n;) {
+      const int64_t end = std::min(i + kRun, n);
+      alignas(64) A s[kLanes] = {}, t[kLanes] = {};
+      for (; i + 2 * kLanes <= end; i += 2 * kLanes) {
+        const Word *w = reinterpret_cast<const Word*>(x + i), *dw = reinterpret_cast<const Word*>(dy + i);
+#pragma GCC ivdep
+        for (int64_t j = 0; j < kLanes; ++j) {
+          Two<A> u, g;
+          if constexpr (kWords<T>) {
+            u = unpack(w[j]), g = unpack(dw[j]);
+          } else {
+            u = {load(x[i + j]), load(x[i + j + kLanes])}, g = {load(dy[i + j]), load(dy[i + j + kLanes])};
+          }
+          u = {(u.a - mean) * rstd, (u.b - mean) * rstd};
+          g = slopes_of<T, act>(g, {u.a * gamma + beta, u.b * gamma + beta}, limits);
+          if constexpr (act != kNone) kept[i + j] = g.a, kept[i + j + kLanes] = g.b;
+          s[j] += g.a + g.b;
+          t[j] += g.a * u.a + g.b * u.b;
+        }
       }
+      for (; i < end; i += kLanes) {
+        const int64_t m = std::min(kLanes, end - i);
+#pragma GCC ivdep
+        for (int64_t j = 0; j < m; ++j) {
+          const A u = (load(x[i + j]) - mean) * rstd, z = u * gamma + beta, d = load(dy[i + j]);
+          const A g = slopes_of<T, act>({d, d}, {z, z}, limits).a;
+          if constexpr (act != kNone) kept[i + j] = g;
+          s[j] += g;
+          t[j] += g * u;
+        }
+      }
+      i = end;
+      add_lanes(s, t);
+      sums[2 * c] += s[0];
+      sums[2 * c + 1] += t[0];
+    }
+  }
+}
+
+// From g as run_sums keeps it, or from dy (with no activation or one to compute here); G is T or the compute type.
+template <class T, class G, Act act>
+PIXFUSE_CLONES void run_dx(const T* x, const G* dy, T* dx, int64_t n, int64_t channels, acc_t<T> mean, acc_t<T> rstd,
+                           const acc_t<T>* gammas, const acc_t<T>* betas, acc_t<T> p, acc_t<T> q) {
+  using A = acc_t<T>;
+  const Limits limits;
+  for (int64_t c = 0; c < channels; ++c, x += n, dy += n, dx += n) {
+    const A gamma = gammas[c], beta = betas[c];
+    auto values = [&](Two<A> u, Two<A> g) __attribute__((always_inline)) {
       u = {(u.a - mean) * rstd, (u.b - mean) * rstd};
       g = slopes_of<T, act>(g, {u.a * gamma + beta, u.b * gamma + beta}, limits);
-      s[j] += g.a + g.b;
-      t[j] += g.a * u.a + g.b * u.b;
-    }
-  }
-  for (; i < n; i += kLanes) {
-    const int64_t m = std::min(kLanes, n - i);
-    for (int64_t j = 0; j < m; ++j) {
-      const A u = (load(x[i + j]) - mean) * rstd, z = u * gamma + beta, d = load(dy[i + j]);
-      const A g = slopes_of<T, act>({d, d}, {z, z}, limits).a;
-      s[j] += g;
-      t[j] += g * u;
-    }
-  }
-  add_lanes(s, t);
-  sums[0] += s[0];
-  sums[1] += t[0];
-}
-
-template <class T, Act act>
-PIXFUSE_CLONES void run_dx(const T* __restrict x, const T* __restrict dy, T* __restrict dx, int64_t n, acc_t<T> mean,
-                           acc_t<T> rstd, acc_t<T> gamma, acc_t<T> beta, acc_t<T> p, acc_t<T> q) {
-  using A = acc_t<T>;
-  const Limits limits;
-  auto values = [&](Two<A> u, Two<A> g) __attribute__((always_inline)) {
-    u = {(u.a - mean) * rstd, (u.b - mean) * rstd};
-    g = slopes_of<T, act>(g, {u.a * gamma + beta, u.b * gamma + beta}, limits);
-    return Two<A>{rstd * ((gamma * g.a - p) - u.a * q), rstd * ((gamma * g.b - p) - u.b * q)};
-  };
-  int64_t i = 0;
-  if constexpr (kWords<T>) {
-    const Word *from = reinterpret_cast<const Word*>(x), *dfrom = reinterpret_cast<const Word*>(dy);
-    Word* to = reinterpret_cast<Word*>(dx);
-    for (; i < n / 2; ++i) to[i] = pack(values(unpack(from[i]), unpack(dfrom[i])));
-    i *= 2;
-  } else if constexpr (kApart<T, act>) {
-    for (; i + 2 * kLanes <= n; i += 2 * kLanes) {
-      for (int64_t j = i; j < i + kLanes; ++j) {
-        const auto v = values({load(x[j]), load(x[j + kLanes])}, {load(dy[j]), load(dy[j + kLanes])});
-        dx[j] = narrow<T>(v.a);
-        dx[j + kLanes] = narrow<T>(v.b);
+      return Two<A>{rstd * ((gamma * g.a - p) - u.a * q), rstd * ((gamma * g.b - p) - u.b * q)};
+    };
+    int64_t i = 0;
+    if constexpr (kWords<T>) {
+      for (; i + 2 * kLanes <= n; i += 2 * kLanes) {
+        const Word *from = reinterpret_cast<const Word*>(x + i), *words = reinterpret_cast<const Word*>(dy + i);
+        Word* to = reinterpret_cast<Word*>(dx + i);
+#pragma GCC ivdep
+        for (int64_t j = 0; j < kLanes; ++j) {
+          Two<A> g;
+          if constexpr (kWords<G>) {
+            g = unpack(words[j]);
+          } else {
+            g = {dy[i + j], dy[i + j + kLanes]};
+          }
+          to[j] = pack(values(unpack(from[j]), g));
+        }
       }
     }
+#pragma GCC ivdep
+    for (; i < n; ++i) dx[i] = narrow<T>(values({load(x[i]), load(x[i])}, {load(dy[i]), load(dy[i])}).a);
   }
-  for (; i < n; ++i) dx[i] = narrow<T>(values({load(x[i]), load(x[i])}, {load(dy[i]), load(dy[i])}).a);
 }
 
 // --- columns ---------------------------------------------------------------------------------------------------
@@ -385,11 +410,12 @@ PIXFUSE_CLONES void column_value(const T* x, T* y, int64_t ld, int64_t rows, int
   }
 }
 
+// If there is an activation, its g is kept for column_dx in rows kept_ld apart, arranged.
 template <class T, Act act>
 PIXFUSE_CLONES void column_sums(const T* x, const T* dy, int64_t ld, int64_t rows, int64_t width, int64_t half,
                                 const acc_t<T>* __restrict mean, const acc_t<T>* __restrict rstd,
                                 const acc_t<T>* __restrict gamma, const acc_t<T>* __restrict beta,
-                                acc_t<T>* __restrict s, acc_t<T>* __restrict t) {
+                                acc_t<T>* __restrict s, acc_t<T>* __restrict t, acc_t<T>* kept, int64_t kept_ld) {
   using A = acc_t<T>;
   const Limits limits;
   auto products = [&](Two<A>& u, Two<A>& g, int64_t i, int64_t j) __attribute__((always_inline)) {
@@ -397,16 +423,19 @@ PIXFUSE_CLONES void column_sums(const T* x, const T* dy, int64_t ld, int64_t row
     g = slopes_of<T, act>(g, {u.a * gamma[i] + beta[i], u.b * gamma[j] + beta[j]}, limits);
   };
   int64_t r = 0;
-  for (; r + 2 <= rows; r += 2, x += 2 * ld, dy += 2 * ld) {
+  for (; r + 2 <= rows; r += 2, x += 2 * ld, dy += 2 * ld, kept += 2 * kept_ld) {
     const T *x1 = x + ld, *dy1 = dy + ld;
+    A* kept1 = kept + kept_ld;
     if constexpr (kWords<T>) {
       const Word *w = reinterpret_cast<const Word*>(x), *w1 = reinterpret_cast<const Word*>(x1);
       const Word *d = reinterpret_cast<const Word*>(dy), *d1 = reinterpret_cast<const Word*>(dy1);
-      A *hs = s + half, *ht = t + half;
+      A *hs = s + half, *ht = t + half, *high = kept + half, *high1 = kept1 + half;
+#pragma GCC ivdep
       for (int64_t j = 0; j < width / 2; ++j) {
         auto u = unpack(w[j]), g = unpack(d[j]), v = unpack(w1[j]), h = unpack(d1[j]);
         products(u, g, j, half + j);
         products(v, h, j, half + j);
+        if constexpr (act != kNone) kept[j] = g.a, high[j] = g.b, kept1[j] = h.a, high1[j] = h.b;
         s[j] += g.a + h.a;
         t[j] += g.a * u.a + h.a * v.a;
         hs[j] += g.b + h.b;
@@ -415,32 +444,37 @@ PIXFUSE_CLONES void column_sums(const T* x, const T* dy, int64_t ld, int64_t row
       for (int64_t k = width & ~int64_t(1); k < width; ++k) {
         Two<A> u{load(x[k]), load(x1[k])}, g{load(dy[k]), load(dy1[k])};
         products(u, g, k / 2, k / 2);
+        if constexpr (act != kNone) kept[k / 2] = g.a, kept1[k / 2] = g.b;
         s[k / 2] += g.a + g.b;
         t[k / 2] += g.a * u.a + g.b * u.b;
       }
     } else {
+#pragma GCC ivdep
       for (int64_t j = 0; j < width; ++j) {
         Two<A> u{load(x[j]), load(x1[j])}, g{load(dy[j]), load(dy1[j])};
         products(u, g, j, j);
+        if constexpr (act != kNone) kept[j] = g.a, kept1[j] = g.b;
         s[j] += g.a + g.b;
         t[j] += g.a * u.a + g.b * u.b;
       }
     }
   }
-  for (; r < rows; ++r, x += ld, dy += ld) {
+  for (; r < rows; ++r, x += ld, dy += ld, kept += kept_ld) {
     for (int64_t j = 0; j < width; ++j) {
       const int64_t i = kWords<T> ? j / 2 + j % 2 * half : j;
       Two<A> u{load(x[j]), load(x[j])}, g{load(dy[j]), load(dy[j])};
       products(u, g, i, i);
+      if constexpr (act != kNone) kept[i] = g.a;
       s[i] += g.a;
       t[i] += g.a * u.a;
     }
   }
 }
 
-template <class T, Act act>
-PIXFUSE_CLONES void column_dx(const T* x, const T* dy, T* dx, int64_t ld, int64_t rows, int64_t width, int64_t half,
-                              const acc_t<T>* __restrict mean, const acc_t<T>* __restrict rstd,
+// From g as column_sums keeps it, or from dy (with no activation or one to compute here); G is T or the compute type.
+template <class T, class G, Act act>
+PIXFUSE_CLONES void column_dx(const T* x, const G* dy, T* dx, int64_t ld, int64_t dy_ld, int64_t rows, int64_t width,
+                              int64_t half, const acc_t<T>* __restrict mean, const acc_t<T>* __restrict rstd,
                               const acc_t<T>* __restrict gamma, const acc_t<T>* __restrict beta,
                               const acc_t<T>* __restrict p, const acc_t<T>* __restrict q) {
   using A = acc_t<T>;
@@ -450,34 +484,40 @@ PIXFUSE_CLONES void column_dx(const T* x, const T* dy, T* dx, int64_t ld, int64_
     g = slopes_of<T, act>(g, {u.a * gamma[i] + beta[i], u.b * gamma[j] + beta[j]}, limits);
     return Two<A>{rstd[i] * ((gamma[i] * g.a - p[i]) - u.a * q[i]), rstd[j] * ((gamma[j] * g.b - p[j]) - u.b * q[j])};
   };
-  int64_t r = 0;
-  if constexpr (kApart<T, act>) {
-    for (; r + 2 <= rows; r += 2, x += 2 * ld, dy += 2 * ld, dx += 2 * ld) {
-      const T* __restrict x0 = x, * __restrict x1 = x + ld, * __restrict g0 = dy, * __restrict g1 = dy + ld;
-      T* __restrict dx0 = dx, * __restrict dx1 = dx + ld;
+  for (int64_t r = 0; r < rows; ++r, x += ld, dy += dy_ld, dx += ld) {
+    if constexpr (kWords<T>) {
+      const Word* from = reinterpret_cast<const Word*>(x);
+      Word* to = reinterpret_cast<Word*>(dx);
+#pragma GCC ivdep
+      for (int64_t j = 0; j < width / 2; ++j) {
+        Two<A> g;
+        if constexpr (kWords<G>) {
+          g = unpack(reinterpret_cast<const Word*>(dy)[j]);
+        } else {
+          g = {dy[j], dy[half + j]};
+        }
+        to[j] = pack(values(unpack(from[j]), g, j, half + j));
+      }
+      if (width % 2) {
+        const int64_t k = width - 1;
+        const A u = load(x[k]), g = load(dy[kWords<G> ? k : k / 2]);
+        dx[k] = narrow<T>(values({u, u}, {g, g}, k / 2, k / 2).a);
+      }
+    } else {
+#pragma GCC ivdep
       for (int64_t j = 0; j < width; ++j) {
-        const auto v = values({load(x0[j]), load(x1[j])}, {load(g0[j]), load(g1[j])}, j, j);
-        dx0[j] = narrow<T>(v.a);
-        dx1[j] = narrow<T>(v.b);
+        const A u = load(x[j]), g = load(dy[j]);
+        dx[j] = narrow<T>(values({u, u}, {g, g}, j, j).a);
       }
     }
   }
-  for (; r < rows; ++r, x += ld, dy += ld, dx += ld) {
-    int64_t j = 0;
-    auto one = [&](int64_t k, int64_t i) {
-      return values({load(x[k]), load(x[k])}, {load(dy[k]), load(dy[k])}, i, i).a;
-    };
-    if constexpr (kWords<T>) {
-      const Word* __restrict from = reinterpret_cast<const Word*>(x), * __restrict g =
-                                                                          reinterpret_cast<const Word*>(dy);
-      Word* __restrict to = reinterpret_cast<Word*>(dx);
-      for (; j < width / 2; ++j) to[j] = pack(values(unpack(from[j]), unpack(g[j]), j, half + j));
-      if (width % 2) dx[2 * j] = narrow<T>(one(2 * j, j));
-    } else {
-      for (; j < width; ++j) dx[j] = narrow<T>(one(j, j));
-    }
-  }
 }
+
+// Those that compute the activation.
+template <class T, Act act>
+constexpr auto run_dx_of = run_dx<T, T, act>;
+template <class T, Act act>
+constexpr auto column_dx_of = column_dx<T, T, act>;
 
 // Arrange values in place.
 template <class T>
@@ -684,6 +724,8 @@ Plan plan_of(const Problem& p) {
   plan.columns = p.channels_last || (p.pixels < kPixels && p.group_size() <= kRun);
   const int64_t columns = p.per_group() * (p.channels_last ? 1 : p.pixels);  // of a group
   plan.slab = plan.columns ? std::min(p.groups, ceil_div(kWidth, columns)) : 1;
+  const int64_t twice = std::min(p.groups, 2 * plan.slab);  // longer stretches of memory, if they are few
+  if (plan.columns && twice * p.group_size() <= kSmall) plan.slab = twice;
   plan.slabs = ceil_div(p.groups, plan.slab);
   const int64_t share = plan.slab * p.group_size();
   plan.pieces = share > kSmall && !(plan.columns && !p.channels_last);
@@ -717,7 +759,7 @@ Columns columns_of(const Problem& p, int64_t first, int64_t groups) {
 // What a task keeps beside the image, per column.
 template <class A>
 struct Work {
-  std::vector<A> shift, arranged, scratch, s, t, mean, scale, offset, gamma, p, q;
+  std::vector<A> shift, arranged, scratch, s, t, mean, scale, offset, gamma, p, q, kept;
   std::vector<double> sum, squares, off;
 
   explicit Work(int64_t width) {
@@ -727,8 +769,9 @@ struct Work {
     squares.resize(width);
     off.resize(width);
   }
-  void for_backward() {
+  void for_backward(int64_t kept_size) {
     for (auto* values : {&gamma, &p, &q}) values->resize(shift.size());
+    kept.resize(kept_size);
   }
 };
 
@@ -853,10 +896,13 @@ struct Forward {
     if (v.tail) apply(from + v.rows * v.ld, to + v.rows * v.ld, v.ld, 1, v.tail, v.half(), m, a, b);
   }
 
-  void value(int64_t at, int64_t n, int64_t c, const Statistics<A>& s) const {
-    const A scale = gammas[c] * s.rstd;
-    const auto apply = PIXFUSE_FOR_ACT(run_value, T, problem.act);
-    apply(x + at, y + at, n, s.mean, scale, betas[c] - s.rest * scale);
+  // `channels` of n elements each, the first of which is c; scale and offset have room for them.
+  void value(int64_t at, int64_t n, int64_t c, int64_t channels, const Statistics<A>& s, A* scale, A* offset) const {
+    for (int64_t k = 0; k < channels; ++k) {
+      scale[k] = gammas[c + k] * s.rstd;
+      offset[k] = betas[c + k] - s.rest * scale[k];
+    }
+    PIXFUSE_FOR_ACT(run_value, T, problem.act)(x + at, y + at, n, channels, s.mean, scale, offset);
   }
 
   void run() const {
@@ -873,10 +919,11 @@ struct Forward {
   void runs() const {
     const int64_t size = problem.group_size(), d = problem.per_group(), pixels = problem.pixels;
     parallel(problem.samples * problem.groups, size, [&](int64_t begin, int64_t end) {
+      std::vector<A> scale(d), offset(d);
       for (int64_t i = begin; i < end; ++i) {
         const int64_t n = i / problem.groups, g = i % problem.groups;
         const auto s = finish(n, g, moments_of_run(x + i * size, size, problem.eps));
-        for (int64_t c = 0; c < d; ++c) value(i * size + c * pixels, pixels, g * d + c, s);
+        value(i * size, pixels, g * d, d, s, scale.data(), offset.data());
       }
     });
   }
@@ -906,7 +953,9 @@ struct Forward {
           const int64_t start = (first + i / count) * size, last = std::min((i % count + 1) * plan.piece, size);
           for (int64_t at = i % count * plan.piece; at < last;) {
             const int64_t c = at / pixels, stop = std::min(last, (c + 1) * pixels);
-            value(start + at, stop - at, (first + i / count) % groups * problem.per_group() + c, s[i / count]);
+            A scale, offset;
+            value(start + at, stop - at, (first + i / count) % groups * problem.per_group() + c, 1, s[i / count],
+                  &scale, &offset);
             at = stop;
           }
         }
@@ -1040,19 +1089,47 @@ struct Backward {
     u.p = A(b / n + double(u.rest) * (s / n));
   }
 
-  Sums sums(int64_t at, int64_t n, int64_t c, const Group& u) const {
-    const auto sum = PIXFUSE_FOR_ACT(run_sums, T, problem.act);
-    double total[2] = {};
-    const A b = beta(c, u);
-    for (int64_t i = 0; i < n; i += kRun) {
-      sum(x + at + i, dy + at + i, std::min(kRun, n - i), u.mean, u.rstd, gammas[c], b, total);
+  // g = dy * act'(z) is computed once where there is room for it: in dx if that has the compute type, else beside it
+  // if the image is not cut.
+  bool keeps_in_dx() const { return std::is_same_v<T, A> && dx; }
+  bool keeps() const { return problem.act != kNone && (keeps_in_dx() || !plan.pieces); }
+  int64_t kept_size() const {
+    if (problem.act == kNone || keeps_in_dx()) return 0;
+    if (plan.pieces) return plan.columns ? widest(problem, plan) + 1 : kRun;
+    return plan.slab * problem.group_size() + problem.pixels + 1;
+  }
+  A* kept_at(int64_t at, Work<A>& w) const {
+    if constexpr (std::is_same_v<T, A>) {
+      if (dx) return dx + at;
     }
-    return {total[0], total[1]};
+    return w.kept.data();
   }
 
-  void result(int64_t at, int64_t n, int64_t c, const Group& u) const {
-    const auto apply = PIXFUSE_FOR_ACT(run_dx, T, problem.act);
-    apply(x + at, dy + at, dx + at, n, u.mean, u.rstd, gammas[c], beta(c, u), u.p, u.q);
+  // The kernels' sums of `channels` of n elements each, the first of which is c.
+  void sums(int64_t at, int64_t n, int64_t c, int64_t channels, const Group& u, Work<A>& w, Sums* total) const {
+    const auto sum = PIXFUSE_FOR_ACT(run_sums, T, problem.act);
+    w.offset.resize(channels);
+    for (int64_t k = 0; k < channels; ++k) {
+      w.offset[k] = beta(c + k, u);
+      total[k] = {};
+    }
+    const int64_t step = plan.pieces && !keeps() ? kRun : n;  // of a single channel, whose g is lost then
+    for (int64_t i = 0; i < n; i += step) {
+      sum(x + at + i, dy + at + i, std::min(step, n - i), channels, u.mean, u.rstd, gammas.data() + c, w.offset.data(),
+          &total->b, kept_at(at + i, w));
+    }
+  }
+
+  void result(int64_t at, int64_t n, int64_t c, int64_t channels, const Group& u, Work<A>& w) const {
+    w.offset.resize(channels);
+    for (int64_t k = 0; k < channels; ++k) w.offset[k] = beta(c + k, u);
+    auto apply = [&](auto* kernel, auto* from) {
+      kernel(x + at, from, dx + at, n, channels, u.mean, u.rstd, gammas.data() + c, w.offset.data(), u.p, u.q);
+    };
+    if (keeps())
+      apply(run_dx<T, A, kNone>, kept_at(at, w));
+    else
+      apply(PIXFUSE_FOR_ACT(run_dx_of, T, problem.act), dy + at);
   }
 
   void coefficients(const Columns& v, Work<A>& w, const Group* u) const {
@@ -1064,6 +1141,8 @@ struct Backward {
     for (auto* values : {&w.mean, &w.scale, &w.gamma, &w.offset}) arrange<T>(*values, v.width(), w.scratch);
   }
 
+  int64_t kept_ld(const Columns& v) const { return keeps_in_dx() ? v.ld : keeps() ? 2 * v.half() : 0; }
+
   // The columns' coefficients for their sums; then the sums, per channel of the columns.
   void sums(int64_t at, const Columns& v, Work<A>& w, const Group* u, Sums* channels) const {
     const int64_t width = v.width(), d = v.per_group;
@@ -1073,9 +1152,11 @@ struct Backward {
     std::fill_n(w.sum.data(), width, 0.);
     std::fill_n(w.squares.data(), width, 0.);
     const auto sum = PIXFUSE_FOR_ACT(column_sums, T, problem.act);
+    A* kept = kept_at(at, w);
+    const int64_t kept_ld = this->kept_ld(v);
     each_block(v, [&](int64_t offset, int64_t rows, int64_t columns) {
       sum(x + at + offset, dy + at + offset, v.ld, rows, columns, v.half(), w.mean.data(), w.scale.data(),
-          w.gamma.data(), w.offset.data(), w.s.data(), w.t.data());
+          w.gamma.data(), w.offset.data(), w.s.data(), w.t.data(), kept + offset / v.ld * kept_ld, kept_ld);
       fold<T>(w.s.data(), w.sum.data(), columns, v.half());
       fold<T>(w.t.data(), w.squares.data(), columns, v.half());
     });
@@ -1098,13 +1179,19 @@ struct Backward {
     v.spread(w.p.data(), [&](int64_t g, int64_t) { return u[g].p; });
     v.spread(w.q.data(), [&](int64_t g, int64_t) { return u[g].q; });
     for (auto* values : {&w.p, &w.q}) arrange<T>(*values, v.width(), w.scratch);
-    const auto apply = PIXFUSE_FOR_ACT(column_dx, T, problem.act);
-    auto rows = [&](int64_t offset, int64_t count, int64_t columns) {
-      apply(x + at + offset, dy + at + offset, dx + at + offset, v.ld, count, columns, v.half(), w.mean.data(),
-            w.scale.data(), w.gamma.data(), w.offset.data(), w.p.data(), w.q.data());
+    auto apply = [&](auto* kernel, auto* from, int64_t from_ld) {
+      auto rows = [&](int64_t first, int64_t count, int64_t columns) {
+        const int64_t here = at + first * v.ld;
+        kernel(x + here, from + first * from_ld, dx + here, v.ld, from_ld, count, columns, v.half(), w.mean.data(),
+               w.scale.data(), w.gamma.data(), w.offset.data(), w.p.data(), w.q.data());
+      };
+      if (v.rows) rows(0, v.rows, v.width());
+      if (v.tail) rows(v.rows, 1, v.tail);
     };
-    if (v.rows) rows(0, v.rows, v.width());
-    if (v.tail) rows(v.rows * v.ld, 1, v.tail);
+    if (keeps())
+      apply(column_dx<T, A, kNone>, kept_at(at, w), kept_ld(v));
+    else
+      apply(PIXFUSE_FOR_ACT(column_dx_of, T, problem.act), dy + at, v.ld);
   }
 
   // From the channels' sums of `groups` groups to their p and q, and to the parameters' sums.
@@ -1153,7 +1240,7 @@ struct Backward {
     const int64_t cost = stretch * plan.slab * size;
     parallel(stretches * plan.slabs, cost, [&](int64_t begin, int64_t end) {
       Work<A> w(widest(problem, plan));
-      w.for_backward();
+      w.for_backward(kept_size());
       std::vector<Sums> channels(plan.slab * d);
       std::vector<Group> u(plan.slab);
       for (int64_t i = begin; i < end; ++i) {
@@ -1165,11 +1252,9 @@ struct Backward {
           if (!plan.columns) {
             const int64_t at = n * image + first * size;
             if (mean_needs_rest(u[0].mean, u[0].rstd)) u[0].rest = rest_of_run(at, size, u[0]) * -u[0].rstd;
-            for (int64_t k = 0; k < d; ++k) {
-              channels[k] = sums(at + k * problem.pixels, problem.pixels, first * d + k, u[0]);
-            }
+            sums(at, problem.pixels, first * d, d, u[0], w, channels.data());
             close(first, 1, u.data(), channels.data(), totals);
-            for (int64_t k = 0; dx && k < d; ++k) result(at + k * problem.pixels, problem.pixels, first * d + k, u[0]);
+            if (dx) result(at, problem.pixels, first * d, d, u[0], w);
             continue;
           }
           const Columns v = problem.channels_last ? columns_of(problem, first, groups, 0, problem.pixels)
@@ -1259,9 +1344,12 @@ struct Backward {
         }
       }
       parallel(tasks, cost, [&](int64_t begin, int64_t end) {
+        Work<A> w(0);
+        w.for_backward(kept_size());
         for (int64_t i = begin; i < end; ++i) {
           const auto [from, to] = extent(i);
-          partial[i] = sums(n0 * image + i / count * pixels + from, to - from, i / count % channels, u[i / count / d]);
+          const int64_t at = n0 * image + i / count * pixels + from;
+          sums(at, to - from, i / count % channels, 1, u[i / count / d], w, &partial[i]);
         }
       });
       for (int64_t i = 0; i < images * channels; ++i) {
@@ -1276,9 +1364,11 @@ struct Backward {
       }
       if (!dx) continue;
       parallel(tasks, cost, [&](int64_t begin, int64_t end) {
+        Work<A> w(0);
         for (int64_t i = end; i-- > begin;) {  // backwards: the last pieces are still in the cache
           const auto [from, to] = extent(i);
-          result(n0 * image + i / count * pixels + from, to - from, i / count % channels, u[i / count / d]);
+          const int64_t at = n0 * image + i / count * pixels + from;
+          result(at, to - from, i / count % channels, 1, u[i / count / d], w);
         }
       });
     }
@@ -1320,7 +1410,7 @@ struct Backward {
       }
       parallel(tasks, cost, [&](int64_t begin, int64_t end) {
         Work<A> w(widest(problem, plan));
-        w.for_backward();
+        w.for_backward(kept_size());
         for (int64_t i = begin; i < end; ++i) {
           sums(start(i), piece(i), w, u.data() + i / count * groups, partial.data() + i * channels);
         }
@@ -1338,7 +1428,7 @@ struct Backward {
       if (!dx) continue;
       parallel(tasks, cost, [&](int64_t begin, int64_t end) {
         Work<A> w(widest(problem, plan));
-        w.for_backward();
+        w.for_backward(kept_size());
         for (int64_t i = end; i-- > begin;) result(start(i), piece(i), w, u.data() + i / count * groups, true);
       });
     }
