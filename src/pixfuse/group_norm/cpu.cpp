@@ -1096,7 +1096,7 @@ struct Backward {
   int64_t kept_size() const {
     if (problem.act == kNone || keeps_in_dx()) return 0;
     if (plan.pieces) return plan.columns ? widest(problem, plan) + 1 : kRun;
-    return plan.slab * problem.group_size() + problem.pixels + 1;
+    return plan.slab * problem.group_size() + problem.pixels + widest(problem, plan) + 2;
   }
   A* kept_at(int64_t at, Work<A>& w) const {
     if constexpr (std::is_same_v<T, A>) {
