@@ -60,8 +60,8 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``[N, inputs]`` to ``[N, outputs]``."""
-        w, b = (self.weight * self.scale).mT, self.bias * self.rate
-        return torch.addmm(b, x, w) if self.act == "linear" else pixfuse.bias_act(x @ w, b, act=self.act)
+        y = torch.addmm(self.bias, x, self.weight.mT, beta=self.rate, alpha=self.scale)
+        return pixfuse.bias_act(y, act=self.act)
 
 
 class Conv(nn.Module):
