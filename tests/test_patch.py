@@ -256,7 +256,7 @@ class Untraceable(Straight):
         (Twice, [], {}),
         (Branching, [], {"act": "SiLU: not fused: forward branches, so its graph proves nothing"}),
         (Encoding, [], {"act": "SiLU: not fused: a method besides forward uses it or the norm before it"}),
-        (Functional, [], {}),
+        (Functional, ["norm1"], {}),
         (Untraceable, [], {"act": "SiLU: not fused: torch.fx cannot trace forward"}),
     ],
 )
@@ -265,6 +265,105 @@ def test_torch_fx_proves_it(model: Callable[[], nn.Module], fused: list[str], le
     assert [k for k, v in report.replaced.items() if "SiLU" in v] == fused
     assert {"norm1", "norm2", "norm3"} <= set(report.replaced)
     assert report.left == left
+
+
+class Block(nn.Module):
+    """As people write it: functions, an argument with a default, operators, a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.norm2, self.norm3 = nn.GroupNorm(2, 8), nn.GroupNorm(4, 8), nn.GroupNorm(2, 8)
+        self.scale = nn.Parameter(torch.ones(8, 1, 1))
+
+    def forward(self, x: Tensor, shift: Any = 0.5, *, twice: Any = 1) -> Tensor:
+        h = F.silu(self.norm1(x)) * self.scale + shift
+        h = torch.nn.functional.silu(self.norm2(h), inplace=True)
+        return x + F.silu(h * twice) - self.norm3(h.mean((2, 3), keepdim=True))
+
+
+def test_the_function_silu() -> None:
+    model, x = Block().double(), X.double()
+    report = agree(model, x)
+    assert report.replaced == {
+        "norm1": "GroupNorm with SiLU, fused",
+        "norm2": "GroupNorm with SiLU, fused",
+        "(the model)": "F.silu, computed by norm1 and norm2",
+        "norm3": "GroupNorm",
+    }
+    assert report.left == {}
+    expected = model(x, 2.0, twice=3)
+    pixfuse.patch(model)
+    copies = [model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+    for made in copies:
+        assert type(made).__name__ == "Block"
+        torch.testing.assert_close(made(x, 2.0, twice=3), expected)
+        assert torch.compile(made, backend="eager", fullgraph=True)(x).shape == x.shape
+    assert pixfuse.patch(model).replaced == {}
+    for made in copies:
+        assert pixfuse.unpatch(made) == ["(the model)", "norm1", "norm2", "norm3"]
+        assert type(made) is Block
+        assert torch.equal(made(x, 2.0, twice=3), expected)
+
+
+SCALE = 2.0
+
+
+@pytest.mark.parametrize(
+    ("forward", "reason"),
+    [
+        (lambda self, x: F.dropout(F.silu(self.norm1(x)), 0.1, self.training), "forward uses self.training"),
+        (lambda self, x: F.silu(self.norm1(x)) * SCALE, "forward uses SCALE"),
+        (lambda self, x: F.silu(self.norm1(x)) * self.norm2.eps, "forward uses self.norm2"),
+        (lambda self, x: F.silu(self.norm1(x)) + self.norms[1], "forward uses self.norms"),
+        (lambda self, x: F.silu(self.norm1(x)) * torch.rand(()), "torch.fx does not see all that forward calls"),
+        (
+            lambda self, x: F.silu(self.norm1(x)) if self.training else x,
+            "forward branches, so its graph proves nothing",
+        ),
+        (lambda self, x, *more: F.silu(self.norm1(x)), "forward takes any number of arguments"),
+        (lambda self, x: F.silu(self.norm1(x)) + (lambda: x)(), "forward holds other functions, or is held by one"),
+        (lambda self, x: F.silu(self.norm1(x)) + vars(self)["_modules"]["norm2"](x), "forward uses vars"),
+    ],
+)
+def test_a_function_that_is_not_fused(forward: Any, reason: str) -> None:
+    class Model(Straight):
+        norms = (1, 2)
+
+    Model.forward = forward
+    model = Model()
+    random = "rand" in forward.__code__.co_names or "dropout" in forward.__code__.co_names
+    expected = None if random else model(X)
+    report = pixfuse.patch(model)
+    assert report.replaced == {"norm1": "GroupNorm", "norm2": "GroupNorm", "norm3": "GroupNorm"}
+    assert report.left["F.silu"] == f"not fused: {reason}"
+    if expected is not None:
+        torch.testing.assert_close(model(X), expected)
+
+
+def test_a_function_after_what_others_see() -> None:
+    class Seen(Straight):
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.norm1(x)
+            return F.silu(h) + h + F.silu(self.norm2(x)) + self.norm2(x) + F.silu(self.norm3(x))
+
+    class Encoding(Block):
+        def encode(self, x: Tensor) -> Tensor:
+            return self.norm2(x)
+
+    class Owner(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = Block()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.block.norm1(self.block(x))
+
+    fused = [k for k, v in agree(Seen(), X).replaced.items() if v == "GroupNorm with SiLU, fused"]
+    assert fused == ["norm3"]
+    report = agree(Encoding().double(), X.double())
+    assert report.left == {"F.silu": "not fused: a method besides forward uses the norm before it"}
+    report = agree(Owner().double(), X.double())
+    assert report.left == {"block.F.silu": "not fused: Owner takes block apart"}
 
 
 def test_a_sequential_with_another_forward() -> None:

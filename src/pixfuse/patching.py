@@ -18,6 +18,7 @@ import torch
 import torch.fx
 from torch import Tensor, nn
 
+from . import _functional
 from ._blocks import BLOCKS, original_of
 from ._shared import checks
 from .group_norm import group_norm
@@ -114,7 +115,8 @@ def patch(model: nn.Module, *, channels_last: bool | None = None) -> Report:
     1. Known blocks of diffusers (``ResnetBlock2D``, ``Upsample2D``, ``Downsample2D``, known by name) whose parts are
        the usual ones, and whose result on a small random image stays the same.
     2. ``torch.nn.GroupNorm`` followed by ``torch.nn.SiLU``, where the order in an ``nn.Sequential`` or a
-       ``torch.fx`` graph of a forward without branches proves that nothing else sees what is between them.
+       ``torch.fx`` graph of a forward without branches proves that nothing else sees what is between them. Followed by
+       the function ``F.silu``: where such a graph is all of forward (``_functional.py``), which is then rewritten.
     3. Every other ``torch.nn.GroupNorm`` and ``torch.nn.Upsample``.
 
     State dict, parameters, modes, devices and dtypes stay, and so do optimizers and references to modules. Modules
@@ -147,6 +149,7 @@ def patch(model: nn.Module, *, channels_last: bool | None = None) -> Report:
     paths = _paths(model, report)
     _patch_blocks(paths, report)
     _patch_pairs(paths, report)
+    _patch_functions(paths, report)
     for path, module in paths.items():
         if path in report.replaced or path in report.left:
             continue
@@ -369,8 +372,7 @@ def _followed(parent: nn.Module, report: Report, path: str) -> Iterator[tuple[li
             if type(child) is nn.SiLU:
                 leave(name, reason)
         return
-    others = [m for key, m in _methods(type(parent)) if key not in reached]
-    elsewhere = {step.argval for m in others for step in _steps(m.__code__)}
+    elsewhere = {step.argval for step in _elsewhere(parent, reached)}
     calls: dict[str, list[torch.fx.Node]] = {}
     for node in graph.nodes:
         if node.op == "call_module":
@@ -396,6 +398,43 @@ def _followed(parent: nn.Module, report: Report, path: str) -> Iterator[tuple[li
             yield list(dict.fromkeys(norms)), called
 
 
+def _patch_functions(paths: _Paths, report: Report) -> None:
+    """Fuse every GroupNorm with the call of ``F.silu`` that is proven to follow it."""
+    for path, parent in list(paths.items()):
+        if original_of(type(parent)) is not None or not _functional.calls_silu(parent):
+            continue
+        prefix = "" if path == "(the model)" else f"{path}."
+        owner, _, name = path.rpartition(".")
+        reached = {"forward", "__init__"}
+        graph, reason = _graph(parent, reached)
+        if graph is not None:
+            norms = _functional.fusible(parent, graph)
+            norms = [n for n in norms if prefix + n in paths and not _obstacle(paths[prefix + n], paths)]
+            if not norms:
+                continue
+            reason = _functional.obstacle(parent, graph)
+            apart = _taken_apart(paths.get(owner or "(the model)"), name)
+            if apart:
+                reason = f"{apart} takes {name} apart"
+            elif {step.argval for step in _elsewhere(parent, reached)} & set(norms):
+                reason = "a method besides forward uses the norm before it"
+        if graph is None or reason:
+            report.left[f"{prefix}F.silu"] = f"not fused: {reason}"
+            continue
+        _functional.rewrite(parent, norms, graph, _graph)
+        report.replaced[path] = f"F.silu, computed by {' and '.join(norms)}"
+        for n in norms:
+            paths[prefix + n].__class__ = PatchedGroupNormSiLU
+            report.replaced[prefix + n] = "GroupNorm with SiLU, fused"
+
+
+def _elsewhere(parent: nn.Module, reached: set[str]) -> Iterator[dis.Instruction]:
+    """The instructions of the methods that forward does not call."""
+    for key, method in _methods(type(parent)):
+        if key not in reached:
+            yield from _steps(method.__code__)
+
+
 class _Tracer(torch.fx.Tracer):
     """Traces the forward of one module and nothing below it."""
 
@@ -403,11 +442,12 @@ class _Tracer(torch.fx.Tracer):
         return True
 
 
-def _graph(parent: nn.Module, reached: set[str]) -> tuple[torch.fx.Graph | None, str | None]:
+def _graph(parent: nn.Module, reached: set[str] | None = None) -> tuple[torch.fx.Graph | None, str | None]:
     """The graph of a module's own forward if that is the same for every call, or why there is none.
 
     The names of the methods that forward calls are added to ``reached``.
     """
+    reached = {"forward", "__init__"} if reached is None else reached
     if "forward" in vars(parent) or _branches(type(parent), type(parent).forward, reached):
         return None, "forward branches, so its graph proves nothing"
     try:
