@@ -77,6 +77,69 @@ def test_gradgradcheck(name: str) -> None:
     assert torch.autograd.gradgradcheck(call, tensors, fast_mode=True)
 
 
+def _with_product(name: str) -> Any:
+    """The convolution of a product."""
+
+    def call(x: Tensor, weight: Tensor, scale: Tensor, **params: Any) -> Tensor:
+        return getattr(conv, name)(x * scale[:, :, None, None], weight, **params)
+
+    return call
+
+
+def _with_scale(name: str) -> Any:
+    def call(x: Tensor, weight: Tensor, scale: Tensor, **params: Any) -> Tensor:
+        return getattr(conv, name)(x, weight, scale=scale, **params)
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("name", "params"), [("conv2d", p) for p in FORWARD] + [("conv_transpose2d", p) for p in BACKWARD]
+)
+def test_scale_to_third_order(name: str, params: dict[str, Any]) -> None:
+    x, w = _tensors(name == "conv_transpose2d", params.get("groups", 1), bias=False)
+    x = x.detach().contiguous(memory_format=torch.channels_last).requires_grad_()
+    scale = torch.randn(2, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64).requires_grad_()
+    got = _orders(_with_scale(name), [x, w, scale], params)
+    want = _orders(_with_product(name), [x, w, scale], params)
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-9)
+    assert got[1].stride() == x.stride()
+
+
+@pytest.mark.parametrize("name", ["conv2d", "conv_transpose2d"])
+def test_scale_for_every_mask_and_transform(name: str) -> None:
+    x, w = _tensors(name == "conv_transpose2d", 1, bias=False)
+    full = [x, w, torch.full((2, 4), 0.5, dtype=torch.float64).requires_grad_()]
+    ours, plain = _with_scale(name), _with_product(name)
+    want = torch.autograd.grad(plain(*full).sin().sum(), full)
+    for mask in range(1, 8):
+        tensors = [t.detach().requires_grad_(bool(mask >> i & 1)) for i, t in enumerate(full)]
+        ours(*tensors).sin().sum().backward()
+        for i, t in enumerate(tensors):
+            assert (t.grad is not None) == bool(mask >> i & 1)
+            if t.grad is not None:
+                torch.testing.assert_close(t.grad, want[i])
+    with conv.no_weight_gradients():
+        found = torch.autograd.grad(ours(*full).sin().sum(), full, allow_unused=True)
+    assert found[1] is None
+    torch.testing.assert_close([found[0], found[2]], [want[0], want[2]])
+    values = [t.detach() for t in full]
+    torch.testing.assert_close(torch.func.grad(lambda *t: ours(*t).sin().sum(), 2)(*values), want[2])
+    with torch.autocast("cpu", torch.bfloat16):
+        low = [t.float() for t in full]
+        torch.testing.assert_close(ours(*low), plain(*low))
+
+
+def test_scale_keeps_no_product() -> None:
+    x, w = _tensors(False, 1, bias=False)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.data_ptr()) or t, lambda t: t):
+        conv.conv2d(x, w, scale=torch.ones(2, 4, dtype=torch.float64))
+    assert len(kept) == 3
+    assert {x.data_ptr(), w.data_ptr()} < set(kept)
+
+
 @pytest.mark.parametrize("name", ["conv2d", "conv_transpose2d"])
 def test_no_weight_gradients(name: str) -> None:
     x, w, b = _tensors(name == "conv_transpose2d", 1)

@@ -56,10 +56,16 @@ def conv2d(
     padding: int | Sequence[int] | str = 0,
     dilation: int | Sequence[int] = 1,
     groups: int = 1,
+    scale: Tensor | None = None,
 ) -> Tensor:
-    """:func:`torch.nn.functional.conv2d`, differentiable any number of times."""
+    """:func:`torch.nn.functional.conv2d`, differentiable any number of times.
+
+    With ``scale`` ``[N, C]`` (and no bias) of ``x`` times it, per image and channel. That product is not kept.
+    """
+    if scale is not None and _makes_product(x, scale, weight):
+        x, scale = scaled(x, scale), None
     refused = isinstance(padding, str) and (padding not in _NAMED or _two(stride) != (1, 1))
-    if refused or (_leave_to_torch(x, weight, bias) and not _on_shards(x)):
+    if refused or (scale is None and _leave_to_torch(x, weight, bias) and not _on_shards(x)):
         result: Tensor = F.conv2d(x, weight, bias, stride, padding, dilation, groups)
         return result
     if padding == "valid":
@@ -70,7 +76,7 @@ def conv2d(
             x = upfirdn2d(x, None, padding=[0, total[1] % 2, 0, total[0] % 2])
         padding = [t // 2 for t in total]
     how = _How(_two(stride), _two(padding), _two(dilation), False, (0, 0), groups)
-    return _convolve(x, weight, bias, how)
+    return _convolve(x, weight, bias, how) if scale is None else _ScaledConvolution.apply(x, scale, weight, how)
 
 
 def conv_transpose2d(
@@ -82,9 +88,12 @@ def conv_transpose2d(
     output_padding: int | Sequence[int] = 0,
     groups: int = 1,
     dilation: int | Sequence[int] = 1,
+    scale: Tensor | None = None,
 ) -> Tensor:
-    """:func:`torch.nn.functional.conv_transpose2d`, differentiable any number of times."""
-    if _leave_to_torch(x, weight, bias) and not _on_shards(x):
+    """:func:`torch.nn.functional.conv_transpose2d`, differentiable any number of times; ``scale`` as in ``conv2d``."""
+    if scale is not None and _makes_product(x, scale, weight):
+        x, scale = scaled(x, scale), None
+    if scale is None and _leave_to_torch(x, weight, bias) and not _on_shards(x):
         result: Tensor = F.conv_transpose2d(
             x,
             weight,
@@ -97,7 +106,12 @@ def conv_transpose2d(
         )
         return result
     how = _How(_two(stride), _two(padding), _two(dilation), True, _two(output_padding), groups)
-    return _convolve(x, weight, bias, how)
+    return _convolve(x, weight, bias, how) if scale is None else _ScaledConvolution.apply(x, scale, weight, how)
+
+
+def scaled(x: Tensor, scale: Tensor) -> Tensor:
+    """``x`` ``[N, C, H, W]`` times ``scale`` ``[N, C]``."""
+    return x * scale[:, :, None, None]
 
 
 class _How(NamedTuple):
@@ -135,6 +149,11 @@ def _leave_to_torch(x: Any, weight: Any, bias: Any) -> bool:
         or torch._C._functorch.peek_interpreter_stack() is not None
         or torch.autograd.forward_ad._current_level >= 0
     )
+
+
+def _makes_product(x: Tensor, scale: Tensor, weight: Tensor) -> bool:
+    """Whether an image times its scale is made by an operation of its own."""
+    return _leave_to_torch(x, weight, scale) or torch.is_autocast_enabled(autocast_device(x))
 
 
 def autocast_device(x: Tensor) -> str:
@@ -200,6 +219,31 @@ class _Convolution(torch.autograd.Function):
         dx = _Transposed.apply(dy, weight, _form(x), ctx.how, ctx.size) if need_dx else None
         dw = _WeightGradient.apply(x, dy, weight.detach(), ctx.how) if need_dw else None
         return dx, dw, dy.sum((0, 2, 3)) if need_db else None, None
+
+
+class _ScaledConvolution(torch.autograd.Function):
+    """``y = convolution(x * scale, weight)``. Keeps ``x``, which what made it often keeps too, and not the product."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: Tensor, weight: Tensor, how: _How) -> Tensor:
+        ctx.save_for_backward(x, scale, weight)
+        ctx.how = how
+        return _convolution(scaled(x, scale), weight, None, how)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, scale, weight = ctx.saved_tensors
+        need_dx, need_dscale, need_dw = _wanted(ctx)[:3]
+        need_dw = need_dw and not weight_gradients_disabled()
+        need_d = need_dx or need_dscale
+        product = scaled(x, scale) if need_dw else x
+        if not torch.is_grad_enabled():
+            d, dw, _ = _derivatives(dy, product, weight, ctx.how, need_d, need_dw, False)
+        else:
+            d = _Transposed.apply(dy, weight, _form(product), ctx.how, x.shape) if need_d else None
+            dw = _WeightGradient.apply(product, dy, weight.detach(), ctx.how) if need_dw else None
+        dx = scaled(d, scale) if need_dx else None  # type: ignore[arg-type]
+        return dx, (d * x).sum((2, 3)) if need_dscale else None, dw, None
 
 
 class _Transposed(torch.autograd.Function):
