@@ -41,24 +41,42 @@ def _weights(ptr, K: tl.constexpr, FLIP: tl.constexpr, THREADS: tl.constexpr):
 
 
 @triton.jit
-def _rows(ptr, row, height, column, width, inner, bias, BIAS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    rows = ()
+def _loaded(ptr, row, height, column, width, inner, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    values = ()
     for r in tl.static_range(ROWS):
         inside = (row + r).to(tl.uint32, bitcast=True) < height.to(tl.uint32)
         at = ptr + tl.cast(width, tl.int64) * r * inner
         for c in tl.static_range(COLUMNS):
             mask = inside & ((column + c).to(tl.uint32, bitcast=True) < width.to(tl.uint32))
-            value = tl.load(at, mask, 0.0).to(tl.float32)
-            rows = rows + (tl.where(mask, value + bias, 0.0) if BIAS else value,)
+            values = values + (tl.load(at, mask, 0.0),)
             at += inner
+    return values
+
+
+@triton.jit
+def _with_bias(values, row, height, column, width, bias, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    rows = ()
+    for r in tl.static_range(ROWS):
+        inside = (row + r).to(tl.uint32, bitcast=True) < height.to(tl.uint32)
+        for c in tl.static_range(COLUMNS):
+            mask = inside & ((column + c).to(tl.uint32, bitcast=True) < width.to(tl.uint32))
+            rows = rows + (tl.where(mask, values[r * COLUMNS + c].to(tl.float32) + bias, 0.0),)
     return rows
 
 
 @triton.jit
-def _zeros(N: tl.constexpr, THREADS: tl.constexpr):
+def _float32(values):
+    out = ()
+    for i in tl.static_range(len(values)):
+        out = out + (values[i].to(tl.float32),)
+    return out
+
+
+@triton.jit
+def _zeros(N: tl.constexpr, THREADS: tl.constexpr, DTYPE: tl.constexpr):
     zeros = ()
     for _ in tl.static_range(N):
-        zeros = zeros + (tl.full([THREADS], 0.0, tl.float32),)
+        zeros = zeros + (tl.full([THREADS], 0.0, DTYPE),)
     return zeros
 
 
@@ -182,8 +200,8 @@ def _filtered_lrelu_kernel(
     NEW: tl.constexpr = STEP // D  # output rows completed by a step
     OLD: tl.constexpr = (KD - 1) // D  # and those begun before it
     # The first steps only fill the registers.
-    X_WARM: tl.constexpr = (X_ROWS + STEP // UX - 1) // (STEP // UX) - 1
-    V_WARM: tl.constexpr = (V_ROWS + STEP // UV - 1) // (STEP // UV) - 1
+    X_WARM: tl.constexpr = (X_ROWS + STEP // UX - 1) // (STEP // UX)
+    V_WARM: tl.constexpr = (V_ROWS + STEP // UV - 1) // (STEP // UV)
     WARM: tl.constexpr = V_WARM if TWO and V_WARM > X_WARM else X_WARM
 
     out_w = out_w_units * OUT_UNIT
@@ -204,34 +222,40 @@ def _filtered_lrelu_kernel(
     x_weights = _weights(fx_ptr, KX, FLIP_X, THREADS)
     d_weights = _weights(fd_ptr, KD, FLIP_D, THREADS)
     # A thread too many begins below the image, where it loads nothing.
-    x_row = tl.where(alive, segment * (out_rows * D // UX) - shift_xy + X_ROWS - (WARM + 1) * (STEP // UX), x_h)
+    x_row = tl.where(alive, segment * (out_rows * D // UX) - shift_xy + X_ROWS - WARM * (STEP // UX), x_h)
     x_column = block * (B * D // UX) - shift_xx
     x_ptr += ((plane * x_h + x_row) * x_w + x_column) * inner + channel
-    x_rows = _zeros(X_ROWS * X_COLUMNS, THREADS)
+    x_rows = _zeros(X_ROWS * X_COLUMNS, THREADS, tl.float32)
+    x_next = _zeros(STEP // UX * X_COLUMNS, THREADS, x_ptr.dtype.element_ty)
     if TWO:
         v_weights = _weights(fv_ptr, KV, FLIP_V, THREADS)
-        v_row = tl.where(alive, segment * (out_rows * D // UV) - shift_vy + V_ROWS - (WARM + 1) * (STEP // UV), v_h)
+        v_row = tl.where(alive, segment * (out_rows * D // UV) - shift_vy + V_ROWS - WARM * (STEP // UV), v_h)
         v_column = block * (B * D // UV) - shift_vx
         v_ptr += ((plane * v_h + v_row) * v_w + v_column) * inner + channel
-        v_rows = _zeros(V_ROWS * V_COLUMNS, THREADS)
+        v_rows = _zeros(V_ROWS * V_COLUMNS, THREADS, tl.float32)
+        v_next = _zeros(STEP // UV * V_COLUMNS, THREADS, v_ptr.dtype.element_ty)
     column = block * B
     y_ptr += ((plane * out_h + out_row) * out_w + column) * inner + channel
-    sums = _zeros(OLD * B, THREADS)
+    sums = _zeros(OLD * B, THREADS, tl.float32)
 
     for step in range(steps):
-        x_rows = x_rows[STEP // UX * X_COLUMNS :] + _rows(
-            x_ptr, x_row, x_h, x_column, x_w, inner, bias, BIAS, STEP // UX, X_COLUMNS
-        )
+        # What the last step loaded comes in, and what the next one needs is on its way while this one computes.
+        if BIAS:
+            x_rows = x_rows[STEP // UX * X_COLUMNS :] + _with_bias(
+                x_next, x_row - STEP // UX, x_h, x_column, x_w, bias, STEP // UX, X_COLUMNS
+            )
+        else:
+            x_rows = x_rows[STEP // UX * X_COLUMNS :] + _float32(x_next)
+        x_next = _loaded(x_ptr, x_row, x_h, x_column, x_w, inner, STEP // UX, X_COLUMNS)
         x_row += STEP // UX
         x_ptr += tl.cast(x_w, tl.int64) * (STEP // UX) * inner
         if TWO:
-            v_rows = v_rows[STEP // UV * V_COLUMNS :] + _rows(
-                v_ptr, v_row, v_h, v_column, v_w, inner, 0.0, False, STEP // UV, V_COLUMNS
-            )
+            v_rows = v_rows[STEP // UV * V_COLUMNS :] + _float32(v_next)
+            v_next = _loaded(v_ptr, v_row, v_h, v_column, v_w, inner, STEP // UV, V_COLUMNS)
             v_row += STEP // UV
             v_ptr += tl.cast(v_w, tl.int64) * (STEP // UV) * inner
         if step >= WARM:
-            sums = sums + _zeros(NEW * B, THREADS)
+            sums = sums + _zeros(NEW * B, THREADS, tl.float32)
 
             for s in tl.static_range(STEP):
                 samples = _upsampled(x_rows, x_weights, s, UX, KX, PAD_XX, PAD_XY, X_COLUMNS, WIDTH)
@@ -497,7 +521,7 @@ def _plan(
     planes, inner = (n, c) if channels_last else (n * c, 1)
     blocks = -(-out_w // block)
     new, old = step // down, (taps - 1) // down
-    warm = max(-(-_span(s.taps, step, s.pad_y % s.up, s.up) // (step // s.up)) - 1 for s in streams)
+    warm = max(-(-_span(s.taps, step, s.pad_y % s.up, s.up) // (step // s.up)) for s in streams)
     segments = _segments(max(planes * blocks * inner, 1), out_h, old + warm * new // 2)
     out_rows = -(-out_h // (segments * new)) * new  # of a segment, which begins where a step does
     segments, steps = -(-out_h // out_rows), warm + -(-(out_rows + old) // new)

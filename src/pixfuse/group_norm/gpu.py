@@ -34,9 +34,9 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _ONE_PASS = 16384  # elements of the largest tile that holds whole groups
 _ONE_PASS_BACKWARD = 8192
 _TILE = 2048  # elements of a tile of the two-launch design
-_STAGES = 3  # tiles on their way while one is reduced
+_STAGES, _STAGES_BACKWARD = 4, 3  # tiles on their way while one is reduced
 _WARPS = 2  # of a program of the two-launch design
-_CHUNKS = 512  # programs that reduce one image, about: they fill a GPU
+_CHUNKS = 256  # programs that reduce one image, about
 _TOTALLED = 32768  # sums of a channel that one program adds up; PyTorch's reduction spreads more over several
 _POOLED = 2048  # partial sums that the second launch pools by itself; more are pooled by a launch between
 
@@ -745,7 +745,7 @@ def _backward(
     partial = Launch(
         _partial_backward_kernel, N * t.chunks * t.tiles,
         (C, P, D, G, t.chunks, t.tiles, t.slots, N * C * t.chunks, stride, step),
-        (t.touched, t.steps, _STAGES, *tile, t.full, wide, act, round_before_act), num_warps=_WARPS,
+        (t.touched, t.steps, _STAGES_BACKWARD, *tile, t.full, wide, act, round_before_act), num_warps=_WARPS,
     )  # fmt: skip
     if not need_dx:
         return _Backward(of_x, (partial,), False, t.chunks, 0, 0)
