@@ -145,6 +145,20 @@ def bench(
     raise typer.Exit(status)
 
 
+@app.command()
+def tune(
+    op: Annotated[list[str] | None, typer.Option(help="Only this room (group_norm, ...); may be repeated.")] = None,
+) -> None:
+    """Search for the fastest constants of the Triton kernels on this GPU.
+
+    The defaults are the fastest on an H200, so this is for other GPUs. Takes some minutes per room, checks what it
+    chose and keeps it in ~/.config/pixfuse/tuning.json, which new processes read. Delete that file to take it back.
+    """
+    from .tune import run
+
+    raise typer.Exit(run(op or []))
+
+
 def main() -> None:
     """Entry point of the script ``pixfuse``."""
     app()

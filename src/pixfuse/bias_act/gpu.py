@@ -21,11 +21,12 @@ from torch import Tensor
 from .._shared.gpu import Launch, form, new, power_of_2
 from .._shared.gpu_math import exp, expm1, log1p, sigmoid, tanh
 from .._shared.layout import to_layout
+from .._shared.tuning import tuned
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
-_BLOCK = 2048  # elements of a program
-_PARTS = 1024  # programs that sum one bias gradient, about
+# Elements of a program, and programs that sum one bias gradient, about.
+_BLOCK, _PARTS = tuned(__name__, _BLOCK=(2048, 1024, 4096), _PARTS=(1024, 512, 2048))
 
 _RELU, _LRELU, _TANH, _SIGMOID, _ELU, _SELU, _SOFTPLUS, _SWISH = (tl.constexpr(i) for i in range(1, 9))
 _SCALE, _ALPHA = tl.constexpr(1.0507009873554805), tl.constexpr(1.6732632423543773)  # selu's

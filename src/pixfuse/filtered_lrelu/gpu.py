@@ -21,12 +21,13 @@ from torch import Tensor
 
 from .._shared.gpu import Form, Launch, form, new
 from .._shared.layout import dense_strides, to_layout
+from .._shared.tuning import tuned
 from ..upfirdn2d import upfirdn2d
 from ..upfirdn2d.op import filter_size
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
-_REGISTERS = 255  # values that a thread may hold, as _block counts them
+(_REGISTERS,) = tuned(__name__, _REGISTERS=(255, 200, 150))  # values that a thread may hold, as _block counts them
 _SPILLING = 330  # and what it may hold where the alternative is no kernel at all
 _THREADS = 32  # one warp a program: with so many registers, that fills a multiprocessor best
 _RESIDENT = 132 * 9 * 32  # about the threads that an H200 runs at a time

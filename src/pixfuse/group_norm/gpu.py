@@ -28,15 +28,20 @@ from torch import Tensor
 from .._shared.gpu import Form, Launch, form, power_of_2
 from .._shared.gpu_math import sigmoid
 from .._shared.layout import to_layout
+from .._shared.tuning import tuned
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
-_ONE_PASS = 16384  # elements of the largest tile that holds whole groups
-_ONE_PASS_BACKWARD = 8192
-_TILE = 2048  # elements of a tile of the two-launch design
-_STAGES, _STAGES_BACKWARD = 4, 3  # tiles on their way while one is reduced
-_WARPS = 2  # of a program of the two-launch design
-_CHUNKS = 256  # programs that reduce one image, about
+_ONE_PASS, _ONE_PASS_BACKWARD, _TILE, _WARPS, _STAGES, _STAGES_BACKWARD, _CHUNKS = tuned(
+    __name__,
+    _ONE_PASS=(16384, 8192, 4096),  # elements of the largest tile that holds whole groups
+    _ONE_PASS_BACKWARD=(8192, 4096, 16384),
+    _TILE=(2048, 1024, 4096),  # elements of a tile of the two-launch design
+    _WARPS=(2, 1, 4),  # of a program there
+    _STAGES=(4, 2, 3),  # tiles on their way while one is reduced
+    _STAGES_BACKWARD=(3, 2, 4),
+    _CHUNKS=(256, 128, 512),  # programs that reduce one image, about
+)
 _TOTALLED = 32768  # sums of a channel that one program adds up; PyTorch's reduction spreads more over several
 _POOLED = 2048  # partial sums that the second launch pools by itself; more are pooled by a launch between
 

@@ -20,12 +20,18 @@ from torch import Tensor
 
 from .._shared.gpu import Launch, form, power_of_2
 from .._shared.layout import dense_strides, is_channels_last, to_layout
+from .._shared.tuning import tuned
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 _UNROLLED_PRODUCTS = 1024  # multiply-adds per thread beyond which _polyphase_kernel is not unrolled
-_UNROLLED_BYTES = 800  # of window that a thread may hold in registers
-_FUSED_PRODUCTS = 40  # multiply-adds per output beyond which a separable filter takes two passes
+_UNROLLED_BYTES, _FUSED_PRODUCTS, _ROWS, _COLUMNS = tuned(
+    __name__,
+    _UNROLLED_BYTES=(800, 500, 1200),  # of window that a thread may hold in registers
+    _FUSED_PRODUCTS=(40, 25, 60),  # multiply-adds per output beyond which a separable filter takes two passes
+    _ROWS=(1.0, 0.5, 2.0),  # of outputs of a thread, as a multiple of what is fastest on an H200
+    _COLUMNS=(1.0, 0.5, 2.0),
+)
 
 
 # --- in registers ---------------------------------------------------------------------------------------------
@@ -514,6 +520,7 @@ def _tile(
         vector = 1
         wide = max(16 // element_size // down_x, 1)
         high = 8 if down_x > 1 and not narrow else 6 if same and narrow else 4
+    wide, high = max(int(wide * _COLUMNS), 1), max(int(high * _ROWS), 1)
     # One of two passes has neighbours along one axis only.
     if kx == 1 and ky > 1:
         wide, high = 1 if channels_last else wide, 8

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from .._shared.gpu import Launch, form, new, power_of_2
 from .._shared.layout import dense_strides, to_layout
+from .._shared.tuning import tuned
 from .taps import CUBIC, LINEAR, NEAREST, NEAREST_EXACT, axis_taps, taps
 
 DTYPES = (
@@ -29,13 +30,18 @@ DTYPES = (
     torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool,
 )  # fmt: skip
 
-_TILE = 2048  # elements of a program
-_STRIP = {False: 16, True: 32}  # rows of the smaller image in a program that doubles (False) or halves its size
-_ROW = {False: 256, True: 512}  # elements of such a row by channels_last: the fastest of 256, 512, 1024 on an H200
-# The transpose, by channels_last: columns of a group, groups (times channels) of a program. A thread then holds one
-# group or, channels_last, one of 4 channels: the fastest on an H200 that leave no row above its target.
-_GROUP = {False: 4, True: 2}
-_GROUPS = {False: 128, True: 512}
+_TILE, _DOUBLE, _DOUBLE_PIXELS, _STRIP, _HALVE, _HALVE_PIXELS, _STRIP_BACKWARD = tuned(
+    __name__,
+    _TILE=(2048, 1024, 4096),  # elements of a program
+    # Twice the size: elements of a row of a program, of planes and channels_last, and its rows of the smaller image.
+    _DOUBLE=(256, 512, 1024),
+    _DOUBLE_PIXELS=(512, 256, 1024),
+    _STRIP=(16, 8, 32),
+    # Its transpose: columns that a thread holds, elements of a row of a program divided by these, and rows.
+    _HALVE=((4, 128), (2, 128), (2, 256)),
+    _HALVE_PIXELS=((2, 512), (2, 256), (1, 1024)),
+    _STRIP_BACKWARD=(32, 16, 8),
+)
 _TAPS = 36  # taps of an output above which the axes are resized one after another
 
 
@@ -507,9 +513,9 @@ def _double(shape: tuple[int, ...], mode: int, channels_last: bool, backward: bo
     N, C, H, W = shape
     group = 1
     if backward:
-        group, tile = _GROUP[channels_last], _GROUPS[channels_last]
+        group, tile = _HALVE_PIXELS if channels_last else _HALVE
     else:
-        tile = _ROW[channels_last] * (2 if mode == LINEAR and not channels_last else 1)
+        tile = _DOUBLE_PIXELS if channels_last else _DOUBLE * 2 if mode == LINEAR else _DOUBLE
     across = -(-W // group)
     if channels_last:
         channels = min(power_of_2(C), 64)
@@ -520,7 +526,7 @@ def _double(shape: tuple[int, ...], mode: int, channels_last: bool, backward: bo
         images = 1
     columns = min(tile // channels, power_of_2(across))
     tiles, blocks = -(-C // channels), -(-across // columns)
-    rows = min(_STRIP[backward], power_of_2(H))
+    rows = min(_STRIP_BACKWARD if backward else _STRIP, power_of_2(H))
     strips = -(-H // rows)
     scalars = (C, H, W, tiles, blocks, strips)
     programs = images * tiles * blocks * strips
