@@ -60,10 +60,9 @@ class Op:
         # Small images spend more time here than in their kernel, hence no generators and few calls.
         if torch.compiler.is_compiling():
             return self.overload(*args)
-        transformed = _peek_interpreter_stack() is not None
-        if _by_definition or _forward_ad._current_level >= 0 or (transformed and _forward_mode()):
-            return self.reference(*args)  # plain PyTorch, which has every forward-mode rule
-        if transformed:
+        if _by_definition:
+            return self.reference(*args)
+        if _forward_ad._current_level >= 0 or _peek_interpreter_stack() is not None:
             return self.transformed.apply(*args)
         record = False
         for x in args[: self.tensors]:
@@ -121,12 +120,6 @@ def by_definition() -> Iterator[None]:
         _by_definition = before
 
 
-def _forward_mode() -> bool:
-    """Whether one of the active transforms is torch.func.jvp."""
-    stack = torch._C._functorch.get_interpreter_stack() or []
-    return any(level.key() == torch._C._functorch.TransformType.Jvp for level in stack)
-
-
 def define_op(
     schema: str,
     *,
@@ -134,6 +127,7 @@ def define_op(
     fake: Callable[..., Any],
     setup_context: Callable[..., None],
     backward: Callable[..., Any],
+    jvp: Callable[..., Any],
     vmap: Callable[..., Any],
     sharding: Sharding,
 ) -> Op:
@@ -146,6 +140,8 @@ def define_op(
         fake: shape, dtype and strides of the result, from the same checks as the public function.
         setup_context: ``(ctx, inputs, output)``; keeps what backward needs.
         backward: ``(ctx, *grads)``; calls other ops, so that it can be differentiated again.
+        jvp: ``(tangents, args, outputs)`` gives the tangents of the outputs, from those of the arguments (None where
+            there is none, here too), by other ops.
         vmap: ``(info, in_dims, *args)`` gives ``(output, out_dims)``; see ``batching.py``.
         sharding: how the op may be split over several processes; see ``sharding.py``.
     """
@@ -168,21 +164,57 @@ def define_op(
         setup_context(ctx, args, output)
         return output
 
+    def setup_both(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        setup_context(ctx, inputs, output)
+        ctx.set_materialize_grads(False)
+        outputs = (output,) if isinstance(output, Tensor) else output
+        ctx.save_for_forward(*(a if isinstance(a, Tensor) else None for a in inputs), *outputs)
+        ctx.arguments = tuple(None if isinstance(a, Tensor) else a for a in inputs)
+
+    def backward_if_any(ctx: Any, *grads: Any) -> Any:
+        return backward(ctx, *grads) if any(g is not None for g in grads) else (None,) * len(ctx.needs_input_grad)
+
+    def forward_mode(ctx: Any, *tangents: Tensor | None) -> Any:
+        # PyTorch switches forward mode off in here, which would lose the tangents of an outer transform without a
+        # word: it is switched on again, for arguments without the tangents of this one.
+        with _forward_ad._set_fwd_grad_enabled(True):
+            tensors = [None if t is None else _forward_ad.unpack_dual(t).primal for t in ctx.saved_tensors]
+            args = [t if t is not None else a for t, a in zip(tensors, ctx.arguments, strict=False)]
+            outputs: list[Any] = tensors[len(args) :]
+            found = jvp(tangents, args, outputs)
+        if len(outputs) == 1:
+            return torch.zeros_like(outputs[0]) if found is None else found
+        return tuple(torch.zeros_like(y) if t is None else t for t, y in zip(found, outputs, strict=True))
+
     def function(**rules: Callable[..., Any]) -> type[torch.autograd.Function]:
         return type(name, (torch.autograd.Function,), {rule: staticmethod(call) for rule, call in rules.items()})
 
     # torch.func refuses ops with register_autograd, so its transforms get the same rules as a Function, and eager
     # autograd gets them as one in the older form, which costs half as much to call.
     transformed = function(
-        forward=lambda *args: overload(*args), setup_context=setup_context, backward=backward, vmap=vmap
+        forward=lambda *args: overload(*args),
+        setup_context=setup_both,
+        backward=backward_if_any,
+        jvp=forward_mode,
+        vmap=vmap,
     )
     recorded = function(forward=record, backward=backward)
     OPS[name] = op = Op(name, overload, reference, transformed, recorded, sharding, room)
     return op
 
 
-def differentiate(reference: Callable[..., Any]) -> tuple[Callable[..., None], Callable[..., Any]]:
-    """The rules ``setup_context`` and ``backward`` of an op, derived from its reference.
+def linear(call: Callable[..., Tensor], *positions: int) -> Callable[..., Any]:
+    """The rule ``jvp`` of an op with one result that is linear in each of the arguments at ``positions``."""
+
+    def jvp(tangents: tuple[Tensor | None, ...], args: list[Any], outputs: Any) -> Tensor | None:
+        terms = [call(*args[:i], tangents[i], *args[i + 1 :]) for i in positions if tangents[i] is not None]
+        return functools.reduce(torch.add, terms) if terms else None
+
+    return jvp
+
+
+def differentiate(reference: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
+    """The rules ``setup_context``, ``backward`` and ``jvp`` of an op, derived from its reference.
 
     For ops that are themselves second derivatives: right to any order, at the speed of plain PyTorch.
     """
@@ -200,19 +232,36 @@ def differentiate(reference: Callable[..., Any]) -> tuple[Callable[..., None], C
         if not wanted or not given:
             return (None,) * len(inputs)
 
-        def outputs(*primals: Tensor) -> tuple[Tensor, ...]:
-            args = list(inputs)
-            for i, primal in zip(wanted, primals, strict=True):
-                args[i] = primal
-            result = reference(*args)
-            result = (result,) if isinstance(result, Tensor) else result
-            return tuple(result[i] for i in given)
-
-        vjp = torch.func.vjp(outputs, *(inputs[i] for i in wanted))[1]
+        vjp = _vjp(reference, inputs, wanted, given)
         found = dict(zip(wanted, vjp(tuple(grads[i] for i in given)), strict=True))
         return tuple(found.get(i) for i in range(len(inputs)))
 
-    return setup_context, backward
+    def jvp(tangents: tuple[Tensor | None, ...], args: list[Any], outputs: list[Tensor]) -> Any:
+        moved = [i for i, t in enumerate(tangents) if t is not None]
+        vjp = _vjp(reference, args, moved, range(len(outputs)))
+        # The vjp is linear, and its transpose is the jvp: torch.func.jvp doesn't work inside a dual level.
+        zeros = tuple(map(torch.zeros_like, outputs))
+        found = torch.func.vjp(lambda *u: vjp(u), *zeros)[1](tuple(tangents[i] for i in moved))
+        return found if len(outputs) > 1 else found[0]
+
+    return {"setup_context": setup_context, "backward": backward, "jvp": jvp}
+
+
+def _vjp(
+    reference: Callable[..., Any], args: Sequence[Any], wanted: Sequence[int], given: Sequence[int]
+) -> Callable[..., Any]:
+    """The vjp of ``reference`` from its outputs ``given`` to its arguments ``wanted``."""
+
+    def outputs(*primals: Tensor) -> tuple[Tensor, ...]:
+        full = list(args)
+        for i, primal in zip(wanted, primals, strict=True):
+            full[i] = primal
+        result = reference(*full)
+        result = (result,) if isinstance(result, Tensor) else result
+        return tuple(result[i] for i in given)
+
+    vjp: Callable[..., Any] = torch.func.vjp(outputs, *(args[i] for i in wanted))[1]
+    return vjp
 
 
 def _without_autocast(reference: Callable[..., Any]) -> Callable[..., Any]:

@@ -370,8 +370,15 @@ def check_func(function: Callable[..., Tensor], case: Case) -> None:
         dual = torch.autograd.forward_ad.unpack_dual(call(*duals)).tangent
         assert dual is not None
         torch.testing.assert_close(dual, forward)
-    curvature = torch.func.jvp(lambda *v: torch.func.grad(loss, 0)(*v), values, tangents)[1]
-    assert curvature.shape == values[0].shape
+    curvature = torch.func.jvp(torch.func.grad(loss, every), values, tangents)[1]
+    leaves = tuple(v.clone().requires_grad_() for v in values)
+    gradients = torch.autograd.grad(loss(*leaves), leaves, create_graph=True)
+    moved = sum(((t * g).sum() for t, g in zip(tangents, gradients, strict=True)), torch.zeros(()))
+    if moved.requires_grad:
+        for got_c, want in zip(curvature, torch.autograd.grad(moved, leaves, allow_unused=True), strict=True):
+            torch.testing.assert_close(got_c, torch.zeros_like(got_c) if want is None else want)
+    else:
+        assert not any(c.any() for c in curvature)
 
 
 def _plain_gradients(call: Callable[..., Tensor], values: tuple[Tensor, ...], dy: Tensor) -> tuple[Tensor, ...]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 
 from .._shared import checks
 from .._shared.batching import outputs, to_front
-from .._shared.layout import compute_dtype, empty, is_channels_last
+from .._shared.layout import compute_dtype, empty, is_channels_last, to_layout
 from .._shared.library import Op, define_op, differentiate
 from .._shared.sharding import CHANNELS, IMAGE, Sharding
 from . import reference
@@ -116,6 +117,20 @@ def _value_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     return dx if need_dx else None, db.to(ctx.bias_dtype) if need_db else None, None, None, None, None, None
 
 
+def _value_jvp(tangents: Sequence[Tensor | None], args: list[Any], outputs: Any) -> Tensor | None:
+    x, b, *scalars = args
+    v = _spread(tangents[0], tangents[1], x, scalars[0])
+    return None if v is None else _first(v, x, b, None, *scalars, is_channels_last(x), False)[0]
+
+
+def _spread(v: Tensor | None, vb: Tensor | None, x: Tensor, dim: int) -> Tensor | None:
+    """The change of ``x + b`` for changes ``v`` of x and ``vb`` of b."""
+    if vb is None or vb.numel() == 0:
+        return v
+    spread = vb.to(x.dtype).reshape([-1 if d == dim else 1 for d in range(x.dim())])
+    return spread.expand_as(x) if v is None else v + spread
+
+
 # --- rules of the first derivative ----------------------------------------------------------------------------
 
 
@@ -146,10 +161,7 @@ def _first_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 def _first_backward(ctx: Any, ddx: Tensor | None, ddb: Tensor | None) -> tuple[Tensor | None, ...]:
     dy, x, b, y = ctx.saved_tensors
     dim, act = ctx.scalars[:2]
-    v = ddx
-    if ddb is not None and ddb.numel():
-        spread = ddb.to(dy.dtype).reshape([-1 if d == dim else 1 for d in range(dy.dim())])
-        v = spread.expand_as(dy) if v is None else v + spread
+    v = _spread(ddx, ddb, dy, dim)
     ddy = dx = db = None
     if v is not None:
         if ctx.needs_input_grad[0]:
@@ -159,6 +171,21 @@ def _first_backward(ctx: Any, ddx: Tensor | None, ddb: Tensor | None) -> tuple[T
             if ctx.needs_input_grad[2]:
                 db = reference.sum_per_channel(dx, dim).to(b.dtype)
     return ddy, dx, db, None, None, None, None, None, None, None, None
+
+
+def _first_jvp(tangents: Sequence[Tensor | None], args: list[Any], outputs: Any) -> tuple[Tensor | None, Tensor | None]:
+    dy, x, b, y, dim, act, alpha, gain, clamp, channels_last, need_db = args
+    scalars = (dim, act, alpha, gain, clamp)
+    v = None if x is None else _spread(tangents[1], tangents[2], x, dim)
+    dx = db = None
+    if tangents[0] is not None:
+        dx, db = _first(tangents[0], x, b, y, *scalars, channels_last, need_db)
+    if v is not None and ACTIVATIONS[act].curvature is not None:
+        bent = to_layout(_second(v, dy, x, b, *scalars), channels_last)
+        dx = bent if dx is None else dx + bent
+        if need_db:
+            db = reference.sum_per_channel(bent, dim) if db is None else db + reference.sum_per_channel(bent, dim)
+    return dx, db
 
 
 def channel_sums(x: Tensor) -> Tensor:
@@ -213,6 +240,7 @@ _value: Op = define_op(
     fake=_value_fake,
     setup_context=_value_setup,
     backward=_value_backward,
+    jvp=_value_jvp,
     vmap=_vmap(lambda *args: _value(*args), full=(0,), bias=1, dim_at=2),
     sharding=Sharding((IMAGE, CHANNELS), (IMAGE,), axes=None, dim_at=2),
 )
@@ -223,17 +251,16 @@ _first: Op = define_op(
     fake=_first_fake,
     setup_context=_first_setup,
     backward=_first_backward,
+    jvp=_first_jvp,
     vmap=_vmap(lambda *args: _first(*args), full=(0, 1, 3), bias=2, dim_at=4),
     sharding=Sharding((IMAGE, IMAGE, CHANNELS, IMAGE), (IMAGE, CHANNELS), axes=None, dim_at=4),
 )
-_second_setup, _second_backward = differentiate(reference.bias_act_second)
 _second: Op = define_op(
     "bias_act_second(Tensor v, Tensor dy, Tensor x, Tensor? b, int dim, int act, float alpha, float gain, "
     "float clamp) -> Tensor",
     reference=reference.bias_act_second,
     fake=_second_fake,
-    setup_context=_second_setup,
-    backward=_second_backward,
+    **differentiate(reference.bias_act_second),
     vmap=_vmap(lambda *args: _second(*args), full=(0, 1, 2), bias=3, dim_at=4),
     sharding=Sharding((IMAGE, IMAGE, IMAGE, CHANNELS), (IMAGE,), axes=None, dim_at=4, whole_backward=True),
 )

@@ -196,7 +196,7 @@ def _resampled(
 
     ``scale`` ``[N, C]`` multiplies ``x``, or what a filter made of it.
     """
-    kh, kw = w.shape[2:]
+    kh, kw = map(int, w.shape[2:])
     x0, x1, y0, y1 = pads
     if x.numel() == 0 or w.numel() == 0:  # convolutions refuse some of these
         height, width = _sizes(x, w, f, up, down, pads)
@@ -272,7 +272,7 @@ def _geometry(
     given = parse_padding(op, padding)
     check_fixed_filter(op, name, f, x)
     pads = list(given)
-    for axis, k in enumerate(filter_size(f)):
+    for axis, k in enumerate(map(int, filter_size(f))):  # torch.jit.trace has tensors there
         if up > 1:
             pads[2 * axis] += (k + up - 1) // 2
             pads[2 * axis + 1] += (k - up) // 2

@@ -12,7 +12,7 @@ from torch import Tensor
 from .._shared import checks
 from .._shared.batching import into_batch, one_by_one, outputs, to_front
 from .._shared.layout import empty, is_channels_last, to_layout
-from .._shared.library import Op, define_op
+from .._shared.library import Op, define_op, linear
 from .._shared.sharding import CHANNELS, IMAGE, WHOLE, Sharding, Window, fir_window, inside
 from ..bias_act.op import channel_sums
 from ..upfirdn2d.op import check_fixed_filter, effective_step, filter_size, parse_padding
@@ -135,13 +135,24 @@ def _value_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _value_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     need_dx, need_db = ctx.needs_input_grad[0], ctx.needs_input_grad[3]
-    b = ctx.saved_tensors[3]
+    saved = ctx.saved_tensors  # asked for once: a checkpoint gives them once
     dx = db = None
     if need_dx or need_db:
-        dx = _adjoint(dy, *ctx.saved_tensors, *ctx.scalars)
+        dx = _adjoint(dy, *saved, *ctx.scalars)
         if need_db:
-            db = channel_sums(dx).to(b.dtype)
+            db = channel_sums(dx).to(saved[3].dtype)
     return dx if need_dx else None, None, None, db, *(None,) * 10
+
+
+def _value_jvp(tangents: Sequence[Tensor | None], args: list[Any], outputs: Any) -> Tensor | None:
+    v, fu, fd, b = tangents[:4]
+    for name, filter_tangent in (("fu", fu), ("fd", fd)):
+        if filter_tangent is not None:
+            checks.refuse("filtered_lrelu", name, "be a filter without a tangent", checks.words("one that has one"))
+    if b is not None:
+        b = b.to(args[0].dtype).reshape(-1, 1, 1)
+        v = b.expand_as(args[0]) if v is None else v + b
+    return None if v is None else _tangent(v, *args)
 
 
 # --- rules of the tangent and the adjoint: each is the other's gradient ---------------------------------------
@@ -245,6 +256,7 @@ _value: Op = define_op(
     fake=_value_fake,
     setup_context=_value_setup,
     backward=_value_backward,
+    jvp=_value_jvp,
     vmap=_vmap(lambda *args: _value(*args), images=1),
     sharding=Sharding(_TENSORS, (IMAGE,), rows=_rows),
 )
@@ -254,6 +266,7 @@ _tangent: Op = define_op(
     fake=_tangent_fake,
     setup_context=_linear_setup,
     backward=_tangent_backward,
+    jvp=linear(lambda *args: _tangent(*args), 0),
     vmap=_vmap(lambda *args: _tangent(*args), images=2),
     sharding=Sharding((IMAGE, *_TENSORS), (IMAGE,), rows=functools.partial(_rows, images=2)),
 )
@@ -263,6 +276,7 @@ _adjoint: Op = define_op(
     fake=_adjoint_fake,
     setup_context=_linear_setup,
     backward=_adjoint_backward,
+    jvp=linear(lambda *args: _adjoint(*args), 0),
     vmap=_vmap(lambda *args: _adjoint(*args), images=2),
     sharding=Sharding((IMAGE, *_TENSORS), (IMAGE,), rows=_adjoint_rows),
 )

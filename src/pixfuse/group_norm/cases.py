@@ -5,7 +5,14 @@ from __future__ import annotations
 from .._shared.testing import Case
 
 
-def _case(shape: tuple[int, ...], groups: int, act: str | None = None, affine: str = "wb", eps: float = 1e-5) -> Case:
+def _case(
+    shape: tuple[int, ...],
+    groups: int,
+    act: str | None = None,
+    affine: str = "wb",
+    eps: float = 1e-5,
+    thorough: bool = False,
+) -> Case:
     inputs = {"x": shape}
     if "w" in affine:
         inputs["weight"] = shape[1:2]
@@ -13,17 +20,17 @@ def _case(shape: tuple[int, ...], groups: int, act: str | None = None, affine: s
         inputs["bias"] = shape[1:2]
     size = "x".join(map(str, shape[2:])) or "flat"
     name = f"n{shape[0]}-c{shape[1]}-{size}-g{groups}{f'-{act}' if act else ''}{f'-{affine}' if affine else ''}"
-    return Case(name, inputs, {"num_groups": groups, "eps": eps, "act": act})
+    return Case(name, inputs, {"num_groups": groups, "eps": eps, "act": act}, thorough=thorough)
 
 
 CASES = [
     _case((2, 6, 5, 7), 3),
-    _case((2, 6, 5, 7), 2, "silu"),
+    _case((2, 6, 5, 7), 2, "silu", thorough=True),
     _case((2, 4, 3, 3), 4, "silu", "w"),
     _case((2, 4, 3, 3), 1, "silu", "b"),
     _case((3, 4, 5), 2, None, "b", 1e-3),
     _case((3, 8), 2, "silu", ""),
-    _case((3, 8), 8, None),
+    _case((3, 8), 8, None, thorough=True),
     _case((2, 6, 2, 3, 5), 3, "silu"),
     _case((2, 3, 9, 4), 3, None, "w"),
 ]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -128,6 +129,40 @@ def _value_backward(ctx: Any, dy: Tensor | None, dmean: Any, drstd: Any) -> tupl
     )
 
 
+def _value_jvp(tangents: Sequence[Tensor | None], args: list[Any], outputs: Any) -> tuple[Tensor | None, None, None]:
+    """The normalisation's derivative is symmetric, so its backward op gives the tangent of ``xhat``."""
+    x, weight, bias, num_groups, eps, act, round_before_act = args
+    v, dweight, dbias = tangents[:3]
+    _, mean, rstd = outputs
+    dtype, shape = compute_dtype(x), [-1 if d == 1 else 1 for d in range(x.dim())]
+
+    def spread(t: Tensor) -> Tensor:
+        return t.to(dtype).reshape(shape)
+
+    def affine(w: Tensor | None, b: Tensor | None) -> Tensor:
+        y: Tensor = _value(x, w, b, num_groups, eps, 0, False)[0].to(dtype)
+        return y
+
+    terms = []
+    if v is not None:
+        flags = (num_groups, 0, False, True, False, False)
+        dxhat = _first(to_layout(v, is_channels_last(x)), x, mean, rstd, None, None, *flags)[0].to(dtype)
+        terms.append(dxhat if weight is None else dxhat * spread(weight))
+    if dweight is not None:
+        terms.append(affine(None, None) * spread(dweight))
+    if dbias is not None:
+        terms.append(spread(dbias).expand(x.shape))
+    if not terms:
+        return None, None, None
+    dz = functools.reduce(torch.add, terms)
+    if act == reference.SILU:
+        z = affine(weight, bias)
+        z = z.to(x.dtype).to(dtype) if round_before_act else z
+        s = z.sigmoid()
+        dz = dz * (s * (1 + z * (1 - s)))
+    return to_layout(dz.to(x.dtype), is_channels_last(x)), None, None
+
+
 # --- rules of the first derivative ----------------------------------------------------------------------------
 
 
@@ -150,15 +185,19 @@ def _first_fake(
     return dx, dweight, mean.new_empty(x.shape[1] if need_dbias else 0)
 
 
-_first_setup, _first_derived = differentiate(reference.group_norm_backward)
+_first_derived = differentiate(reference.group_norm_backward)
+
+
+def _first_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    _first_derived["setup_context"](ctx, inputs, output)
+    ctx.layouts = tuple(map(is_channels_last, inputs[:2]))
 
 
 def _first_backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-    dy, x = ctx.saved_tensors[:2]
-    found = list(_first_derived(ctx, *grads))
-    for i, like in enumerate((dy, x)):
+    found = list(_first_derived["backward"](ctx, *grads))
+    for i, channels_last in enumerate(ctx.layouts):
         if found[i] is not None:
-            found[i] = to_layout(found[i], is_channels_last(like))
+            found[i] = to_layout(found[i], channels_last)
     return (*found[:2], None, None, *found[4:])
 
 
@@ -209,6 +248,7 @@ _value: Op = define_op(
     fake=_value_fake,
     setup_context=_value_setup,
     backward=_value_backward,
+    jvp=_value_jvp,
     vmap=_vmap(lambda *args: _value(*args), images=(0,), parameters=(1, 2), groups_at=3, sums=slice(0, 0)),
     sharding=Sharding(
         (IMAGE, CHANNELS, CHANNELS), (IMAGE, STATS, STATS), axes=(0,), rows=_rows, groups_at=3, run=parts.group_norm
@@ -222,6 +262,7 @@ _first: Op = define_op(
     fake=_first_fake,
     setup_context=_first_setup,
     backward=_first_backward,
+    jvp=_first_derived["jvp"],
     vmap=_vmap(lambda *args: _first(*args), images=(0, 1, 2, 3), parameters=(4, 5), groups_at=6, sums=slice(10, 12)),
     sharding=Sharding(
         (IMAGE, IMAGE, STATS, STATS, CHANNELS, CHANNELS),

@@ -11,7 +11,7 @@ from torch import Tensor
 from .._shared import checks
 from .._shared.batching import into_batch, one_by_one
 from .._shared.layout import compute_dtype, empty, is_channels_last, to_layout
-from .._shared.library import Op, define_op
+from .._shared.library import Op, define_op, linear
 from .._shared.sharding import IMAGE, WHOLE, Sharding, Window, fir_window
 from . import reference
 
@@ -196,6 +196,14 @@ def _value_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     return dx, df, *[None] * 10
 
 
+def _value_jvp(tangents: Sequence[Tensor | None], args: list[Any], outputs: Any) -> Tensor | None:
+    df = tangents[1]
+    if df is not None and df.dim() == 1:  # F[a, b] = f[a] * f[b]
+        df = torch.outer(df, args[1])
+        df = df + df.mT
+    return linear(_value, 0, 1)((tangents[0], df), args, outputs)
+
+
 def _transposed(dy: Tensor, f: Tensor | None, scalars: Sequence[Any], width: Any, height: Any) -> Tensor:
     """The transpose of the op with these ``scalars``, applied to ``dy``: the op itself, taken the other way."""
     up_x, up_y, down_x, down_y, pad_x, pad_y, _, _, flip, gain = scalars
@@ -271,6 +279,7 @@ _value: Op = define_op(
     fake=_value_fake,
     setup_context=_value_setup,
     backward=_value_backward,
+    jvp=_value_jvp,
     vmap=into_batch(lambda *args: _value(*args), tensors=(0,)),
     sharding=Sharding((IMAGE, WHOLE), (IMAGE,), rows=_value_rows),
 )
@@ -281,6 +290,7 @@ _filter: Op = define_op(
     fake=_filter_fake,
     setup_context=_filter_setup,
     backward=_filter_backward,
+    jvp=linear(lambda *args: _filter(*args), 0, 1),
     vmap=one_by_one(lambda *args: _filter(*args)),
     sharding=Sharding((IMAGE, IMAGE), (WHOLE,), rows=_filter_rows),
 )

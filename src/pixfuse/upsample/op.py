@@ -14,7 +14,7 @@ from torch import Tensor
 from .._shared import checks
 from .._shared.batching import into_batch
 from .._shared.layout import empty, is_channels_last, to_layout
-from .._shared.library import Op, define_op, gpu_kernel
+from .._shared.library import Op, define_op, gpu_kernel, linear
 from .._shared.sharding import IMAGE, Sharding, Window, inside
 from . import reference
 from .taps import AREA, CUBIC, LANCZOS, LINEAR, NEAREST, NEAREST_EXACT, axis_taps
@@ -330,6 +330,7 @@ _nearest: Op = define_op(
     fake=_nearest_fake,
     setup_context=_nearest_setup,
     backward=_nearest_gradient,
+    jvp=linear(lambda *args: _nearest(*args), 0),
     vmap=into_batch(lambda *args: _nearest(*args), tensors=(0,)),
     sharding=Sharding((IMAGE,), (IMAGE,), rows=_nearest_rows),
 )
@@ -339,6 +340,7 @@ _nearest_backward: Op = define_op(
     fake=_nearest_backward_fake,
     setup_context=_nearest_setup,
     backward=_nearest_backward_gradient,
+    jvp=linear(lambda *args: _nearest_backward(*args), 0),
     vmap=into_batch(lambda *args: _nearest_backward(*args), tensors=(0,)),
     sharding=Sharding((IMAGE,), (IMAGE,), rows=_nearest_backward_rows),
 )
@@ -348,6 +350,7 @@ _interpolate: Op = define_op(
     fake=_interpolate_fake,
     setup_context=_interpolate_setup,
     backward=_interpolate_gradient,
+    jvp=linear(lambda *args: _interpolate(*args), 0),
     vmap=into_batch(lambda *args: _interpolate(*args), tensors=(0,)),
     sharding=Sharding((IMAGE,), (IMAGE,), rows=_interpolate_rows, run=_interpolate_part),
 )
@@ -358,6 +361,7 @@ _interpolate_backward: Op = define_op(
     fake=_interpolate_backward_fake,
     setup_context=_interpolate_setup,
     backward=_interpolate_backward_gradient,
+    jvp=linear(lambda *args: _interpolate_backward(*args), 0),
     vmap=into_batch(lambda *args: _interpolate_backward(*args), tensors=(0,)),
     sharding=Sharding(
         (IMAGE,),

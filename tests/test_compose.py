@@ -1,0 +1,187 @@
+"""What else of PyTorch a network with these ops meets: function transforms, checkpointing, tracing, copies.
+
+The battery has vmap, torch.func, forward mode, autocast and deterministic mode for every op (``check_func`` ...);
+test_field.py has processes, threads and the workers of a DataLoader.
+"""
+
+from __future__ import annotations
+
+import io
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+
+import pixfuse
+import pixfuse.nn as pnn
+
+FILTER = pixfuse.setup_filter([1, 3, 3, 1])
+B, W = torch.linspace(-1, 1, 4).double(), torch.linspace(-1, 1, 4 * 4 * 9).reshape(4, 4, 3, 3).double()
+OPS: dict[str, Callable[[Tensor], Tensor]] = {
+    "bias_act": lambda x: pixfuse.bias_act(x, B.to(x.dtype), act="swish"),
+    "upfirdn2d": lambda x: pixfuse.upfirdn2d(x, FILTER, up=2, down=3, padding=2),
+    "filter2d": lambda x: pixfuse.filter2d(x, FILTER),
+    "downsample2d": lambda x: pixfuse.downsample2d(x, FILTER),
+    "upsample2d": lambda x: pixfuse.upsample2d(x, FILTER),
+    "filtered_lrelu": lambda x: pixfuse.filtered_lrelu(x, FILTER, FILTER, B.to(x.dtype), 2, 2, 3, clamp=1),
+    "group_norm": lambda x: pixfuse.group_norm(x, 2, B.to(x.dtype), B.to(x.dtype), act="silu"),
+    "conv2d_resample": lambda x: pixfuse.conv2d_resample(x, W.to(x.dtype), FILTER, up=2, padding=1),
+    "modulated_conv2d": lambda x: pixfuse.modulated_conv2d(x, W.to(x.dtype), x.mean((2, 3)), padding=1),
+    "upsample_nearest": lambda x: pixfuse.upsample_nearest(x, 2),
+    "interpolate": lambda x: pixfuse.interpolate(x, scale_factor=1.5, mode="bicubic"),
+}
+every_op = pytest.mark.parametrize("op", OPS)
+
+
+def picture(dtype: torch.dtype = torch.float64, size: int = 5) -> Tensor:
+    return torch.randn(2, 4, size, size + 1, dtype=dtype, generator=torch.Generator().manual_seed(0))
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Sequential(nn.Conv2d(4, 8, 3), pnn.GroupNormSiLU(2, 8), pnn.Blur(down=2)),
+        nn.Sequential(nn.Conv2d(8, 4, 3, padding=1), pnn.FusedLeakyReLU(4), pnn.Upsample(scale_factor=1.5)),
+        pnn.FilteredLReLU(4, [1, 3, 3, 1], [1, 3, 3, 1], up=2, down=2, padding=3),
+    )
+
+
+# --- function transforms ------------------------------------------------------------------------------------------
+
+
+@every_op
+def test_jacobians_both_ways(op: str) -> None:
+    x, call = picture(size=3)[:1], OPS[op]
+    forward, reverse = torch.func.jacfwd(call)(x), torch.func.jacrev(call)(x)
+    torch.testing.assert_close(forward, reverse)
+    assert reverse.any()
+
+
+@every_op
+def test_hessian(op: str) -> None:
+    x, call = picture(size=2)[:1], OPS[op]
+
+    def loss(x: Tensor) -> Tensor:
+        return call(x).square().sum()
+
+    hessian = torch.func.hessian(loss)(x)  # forward over reverse
+    torch.testing.assert_close(hessian, torch.func.jacrev(torch.func.jacrev(loss))(x))
+    torch.testing.assert_close(hessian, torch.autograd.functional.hessian(loss, x))
+    torch.testing.assert_close(hessian, torch.func.jacfwd(torch.func.jacfwd(loss))(x))
+
+
+@every_op
+def test_forward_mode_runs_the_kernel(op: str) -> None:
+    """The value beside a tangent is the op's own, to the last bit, in every dtype."""
+    for dtype in (torch.float32, torch.bfloat16):
+        x, call = picture(dtype), OPS[op]
+        if op == "modulated_conv2d" and dtype != torch.float32:
+            continue  # PyTorch's convolutions
+        value, tangent = torch.func.jvp(call, (x,), (x,))
+        assert torch.equal(value, call(x))
+        assert tangent.dtype == dtype
+        exact = torch.func.jvp(call, (x.double(),), (x.double(),))[1]
+        torch.testing.assert_close(tangent.double(), exact, rtol=0.02, atol=0.05 * float(exact.abs().max()))
+        with torch.autograd.forward_ad.dual_level():
+            dual = torch.autograd.forward_ad.unpack_dual(call(torch.autograd.forward_ad.make_dual(x, x)))
+            assert torch.equal(dual.primal, value)
+            assert torch.equal(dual.tangent, tangent)
+
+
+def test_tangents_of_filters() -> None:
+    """upfirdn2d has them, as it has their gradient; filtered_lrelu has neither and says so."""
+    x = picture()
+    for taps in (FILTER.double(), pixfuse.setup_filter([1, 2, 4], separable=True).double()):
+        tangent = torch.linspace(-1, 1, taps.numel(), dtype=torch.float64).reshape(taps.shape)
+
+        def call(f: Tensor) -> Tensor:
+            return pixfuse.upfirdn2d(x, f, up=2, padding=3)
+
+        forward = torch.func.jvp(call, (taps,), (tangent,))[1]
+        torch.testing.assert_close(
+            forward, (torch.func.jacrev(call)(taps) * tangent).flatten(4).sum(-1).view_as(forward)
+        )
+    with pytest.raises(ValueError, match="filtered_lrelu: fu must be a filter without a tangent"):
+        torch.func.jvp(lambda f: pixfuse.filtered_lrelu(x, f), (FILTER,), (FILTER,))
+
+
+def test_gradients_of_every_sample_of_a_network() -> None:
+    model = network()
+    parameters = {k: v.detach() for k, v in model.named_parameters()}
+    x = picture(torch.float32, 12)
+
+    def loss(parameters: dict[str, Tensor], x: Tensor) -> Tensor:
+        return torch.func.functional_call(model, parameters, (x[None],)).square().mean()
+
+    each = torch.vmap(torch.func.grad(loss), (None, 0))(parameters, x)
+    for i, one in enumerate(x):
+        for k, wanted in torch.func.grad(loss)(parameters, one).items():
+            torch.testing.assert_close(each[k][i], wanted, rtol=1e-4, atol=1e-5)
+
+
+# --- checkpointing ------------------------------------------------------------------------------------------------
+
+
+@every_op
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointed_gradients_are_the_same(op: str, reentrant: bool) -> None:
+    results = []
+    for run in (OPS[op], lambda x: checkpoint(OPS[op], x, use_reentrant=reentrant)):
+        x = picture(torch.float32).requires_grad_()
+        y = run(x)
+        y.square().sum().backward()  # torch.autograd.grad is more than reentrant checkpoints know
+        results.append((y, x.grad))
+    for plain, again in zip(*results, strict=True):
+        assert torch.equal(plain, again)
+
+
+@every_op
+def test_second_order_through_a_checkpoint(op: str) -> None:
+    results = []
+    for run in (OPS[op], lambda x: checkpoint(OPS[op], x, use_reentrant=False)):
+        x = picture(torch.float32).requires_grad_()
+        (dx,) = torch.autograd.grad(run(x).square().sum(), x, create_graph=True)
+        results.append(torch.autograd.grad(dx.square().sum(), x)[0])
+    assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointed_network(reentrant: bool) -> None:
+    gradients = []
+    for segments in (0, 3):
+        model, x = network(), picture(torch.float32, 12).requires_grad_()
+        y = checkpoint_sequential(model, segments, x, use_reentrant=reentrant) if segments else model(x)
+        y.square().sum().backward()
+        gradients.append([x.grad, *(p.grad for p in model.parameters())])
+    for plain, again in zip(*gradients, strict=True):
+        assert torch.equal(plain, again)
+
+
+# --- tracing ------------------------------------------------------------------------------------------------------
+
+
+@every_op
+def test_jit_trace(op: str) -> None:
+    """PyTorch deprecates it; what it records are the operators, which save, load and run for the size traced."""
+    x = picture(torch.float32)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        traced = torch.jit.trace(OPS[op], x, check_trace=False)
+        buffer = io.BytesIO()
+        torch.jit.save(traced, buffer)
+        buffer.seek(0)
+        loaded = torch.jit.load(buffer)
+    other = picture(torch.float32).flip(2).requires_grad_()
+    for got, wanted in zip(*(_gradient(call, other) for call in (loaded, OPS[op])), strict=True):
+        if op == "modulated_conv2d":  # its arithmetic between the ops is fused
+            torch.testing.assert_close(got, wanted)
+        else:
+            assert torch.equal(got, wanted)
+
+
+def _gradient(call: Callable[[Tensor], Tensor], x: Tensor) -> list[Tensor]:
+    y = call(x)
+    return [y, *torch.autograd.grad(y.square().sum(), x)]
