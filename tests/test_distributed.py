@@ -29,6 +29,8 @@ import pixfuse.nn
 
 RANKS = (2, 3)
 CHECKS: dict[str, Callable[[Any], None]] = {}
+ON_GPUS = ("rows_in_float32", "other_ranks_and_dtypes", "same_bits", "layout", "large_mean", "model_on_rows")
+DEVICE = "cpu"  # of the images, in a process that runs checks
 
 
 def check(function: Callable[[Any], None]) -> Callable[[Any], None]:
@@ -37,31 +39,47 @@ def check(function: Callable[[Any], None]) -> Callable[[Any], None]:
     return function
 
 
-def run_checks(rank: int, ranks: int, folder: str) -> None:
+def run_checks(rank: int, ranks: int, folder: str, backend: str = "gloo", device: str = "cpu") -> None:
+    global DEVICE, P, F1, F2
     torch.set_num_threads(1)
+    if device == "cuda":
+        DEVICE = f"cuda:{rank % torch.cuda.device_count()}"
+        torch.cuda.set_device(DEVICE)
+        P, F1, F2 = (t.to(DEVICE) for t in (P, F1, F2))
+        torch.backends.cudnn.allow_tf32 = False
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", message=".*barrier.*|.*pg.*device.*|.*torch.jit.script.*")
     store = dist.FileStore(f"{folder}/store", ranks)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=30))
+    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=30))
     import pixfuse.distributed  # noqa: F401
 
-    mesh = init_device_mesh("cpu", (ranks,))
+    mesh = init_device_mesh(device, (ranks,))
     failed = {}
-    for name, function in CHECKS.items():
+    for name in CHECKS if device == "cpu" else ON_GPUS:
         try:
-            function(mesh)
+            CHECKS[name](mesh)
         except Exception:
             failed[name] = traceback.format_exc()
     Path(f"{folder}/{rank}.json").write_text(json.dumps(failed))
     dist.destroy_process_group()
 
 
-@pytest.fixture(scope="module", params=RANKS, ids=lambda n: f"{n}-processes")
-def failures(request: Any) -> list[dict[str, str]]:
+def failures_of(ranks: int, *where: str) -> list[dict[str, str]]:
     """What failed on each process."""
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(run_checks, (request.param, folder), nprocs=request.param)
-        return [json.loads(Path(f"{folder}/{rank}.json").read_text()) for rank in range(request.param)]
+        mp.spawn(run_checks, (ranks, folder, *where), nprocs=ranks)
+        return [json.loads(Path(f"{folder}/{rank}.json").read_text()) for rank in range(ranks)]
+
+
+@pytest.fixture(scope="module", params=RANKS, ids=lambda n: f"{n}-processes")
+def failures(request: Any) -> list[dict[str, str]]:
+    return failures_of(request.param)
+
+
+@pytest.fixture(scope="module")
+def failures_on_gpus() -> list[dict[str, str]]:
+    """On two GPUs, or on one that two processes share (which NCCL refuses)."""
+    return failures_of(2, "nccl" if torch.cuda.device_count() > 1 else "gloo", "cuda")
 
 
 # --- DTensor --------------------------------------------------------------------------------------------------
@@ -182,7 +200,7 @@ def compare(
 
 def image(shape: tuple[int, ...], dtype: torch.dtype, channels_last: bool) -> Tensor:
     torch.manual_seed(0)
-    x = torch.randn(shape, dtype=dtype)
+    x = torch.randn(shape, dtype=dtype).to(DEVICE)
     return x.to(memory_format=torch.channels_last) if channels_last else x
 
 
@@ -246,6 +264,7 @@ def second_order(mesh: Any) -> None:
 @check
 def other_ranks_and_dtypes(mesh: Any) -> None:
     def same(call: Callable[[Tensor], Tensor], x: Tensor, axis: int) -> None:
+        x = x.to(DEVICE)
         y = call(distribute_tensor(x, mesh, [Shard(axis)]))
         assert y.placements == (Shard(axis),)
         torch.testing.assert_close(y.full_tensor(), call(x))
@@ -255,7 +274,7 @@ def other_ranks_and_dtypes(mesh: Any) -> None:
         same(lambda x: pixfuse.interpolate(x, size=[8, 3, 9], mode="trilinear"), x, axis)
         same(lambda x: pixfuse.upsample_nearest(x, [1, 3, 2]), x, axis)
         same(lambda x: pixfuse.group_norm(x, 2), x, axis)
-        same(lambda x, axis=axis: pixfuse.bias_act(x, torch.ones(x.shape[axis]), dim=axis), x, axis)
+        same(lambda x, axis=axis: pixfuse.bias_act(x, P[: x.shape[axis]], dim=axis), x, axis)
     same(lambda x: pixfuse.interpolate(x, size=9, mode="linear"), torch.randn(2, 3, 5), 2)
     picture = torch.arange(3 * 11 * 5, dtype=torch.uint8).reshape(1, 3, 11, 5)
     same(lambda x: pixfuse.interpolate(x, scale_factor=1.5, mode="bicubic"), picture, 2)
@@ -288,13 +307,13 @@ def layout(mesh: Any) -> None:
 @check
 def large_mean(mesh: Any) -> None:
     """The pooled statistics keep a variance that is 1e8 times smaller than the square of the mean."""
-    x = (torch.randn(2, 8, 9, 8, dtype=torch.float64) + 1e4).float().double()
-    compare(mesh, "large mean", lambda x, p, f: pixfuse.group_norm(x, 2), x.float(), F1, [Shard(2)])
-    constant = distribute_tensor(torch.full((1, 8, 5, 4), 3.0e4), mesh, [Shard(2)])
+    x = image((2, 8, 9, 8), torch.float32, False)
+    compare(mesh, "large mean", lambda x, p, f: pixfuse.group_norm(x, 2), x + 1e4, F1, [Shard(2)])
+    constant = distribute_tensor(torch.full((1, 8, 5, 4), 3.0e4, device=DEVICE), mesh, [Shard(2)])
     assert torch.equal(pixfuse.group_norm(constant, 2, bias=P[:8]).full_tensor()[0, :, 2, 1], P[:8])
     for size in (1e30, 1e-30):
-        y = pixfuse.group_norm(distribute_tensor(x.float() * size, mesh, [Shard(2)]), 2, eps=0)
-        torch.testing.assert_close(y.full_tensor(), pixfuse.group_norm(x.float() * size, 2, eps=0))
+        y = pixfuse.group_norm(distribute_tensor(x * size, mesh, [Shard(2)]), 2, eps=0)
+        torch.testing.assert_close(y.full_tensor(), pixfuse.group_norm(x * size, 2, eps=0))
 
 
 @check
@@ -341,7 +360,7 @@ def net(channels_last: bool) -> tuple[Net, Net, Tensor]:
     format = torch.channels_last if channels_last else torch.contiguous_format
     model, twin, x = Net().to(memory_format=format), Net().to(memory_format=format), torch.randn(6, 4, 12, 10)
     twin.load_state_dict(model.state_dict())
-    return model, twin, x.to(memory_format=format)
+    return model.to(DEVICE), twin.to(DEVICE), x.to(DEVICE, memory_format=format)
 
 
 def part(mesh: Any, x: Tensor) -> Tensor:
@@ -409,6 +428,12 @@ def model_on_rows(mesh: Any) -> None:
         step(twin, x)
         step(model, distribute_tensor(x, mesh, [Shard(2)]))
         same_parameters(model, twin)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("name", ON_GPUS)
+def test_on_gpus(name: str, failures_on_gpus: list[dict[str, str]]) -> None:
+    test_on_several_processes(name, failures_on_gpus)
 
 
 @pytest.mark.parametrize("name", CHECKS)

@@ -65,9 +65,10 @@ def group_norm_backward(
     pixels = whole[1].shape[2:].numel()
     sums = x.new_zeros((2, x.shape[0], num_groups), dtype=dtype)
     dweight = dbias = x.new_zeros(x.shape[1], dtype=dtype)
-    if kernels and x.numel():
-        given = (dy, x, mean, rstd, weight, bias, num_groups, act, round_before_act)
-        sums, dweight, dbias = kernels.sums(*given)
+    given = (dy, x, mean, rstd, weight, bias, num_groups, act, round_before_act)
+    if kernels:  # an empty part must gather as often as the others
+        if x.numel():
+            sums, dweight, dbias = kernels.sums(*given)
     elif x.shape[0] and x.shape[1]:
         # The mean is rounded, which shows where it is large: take off what the deviations from it still have.
         rest = torch.zeros_like(mean, dtype=torch.float64)

@@ -16,7 +16,7 @@ from pixfuse._shared.gpu_testing import (
     interpret,
     launches,
 )
-from pixfuse.group_norm import gpu, reference
+from pixfuse.group_norm import gpu, parts, reference
 
 LAYOUTS = pytest.mark.parametrize("channels_last", [False, True], ids=["contiguous", "channels_last"])
 # One launch; two launches; three. Small tiles make several of each of a small image.
@@ -106,6 +106,63 @@ if INTERPRETING:
             x = in_layout(x, channels_last)
             together = gpu.group_norm(x, None, None, 2, 1e-5, 1, False)[0]
             assert torch.equal(together[1:2], gpu.group_norm(x[1:2], None, None, 2, 1e-5, 1, False)[0])
+
+    @LAYOUTS
+    @pytest.mark.parametrize(
+        ("design", "name"),
+        [("pooling", "even"), ("pooled", "odd"), ("whole", "one-group"), ("pooled", "one-axis")],
+        indirect=["design"],
+    )
+    def test_in_parts(design, name, channels_last):
+        """An image cut in three, one part empty: the same as in one piece."""
+        x, weight, bias, groups, act, _ = _arguments(name, channels_last)
+        dy = in_layout(torch.randn(x.shape).to(x.dtype), channels_last)
+
+        def cut(t):
+            return [in_layout(p, channels_last) for p in t.split([t.shape[2] - 2, 0, 2], 2)]
+
+        def value(x):
+            parts_of_x = [(p, weight, bias, groups, 1e-3, act, False) for p in cut(x)]
+            y, mean, rstd = zip(*_together(parts.group_norm, parts_of_x, [x]), strict=True)
+            assert all(torch.equal(mean[0], m) for m in mean)
+            return in_layout(torch.cat(y, 2), channels_last), mean[0], rstd[0]
+
+        def gradients(dy, x):
+            both = zip(cut(dy), cut(x), strict=True)
+            arguments = [(*pair, mean, rstd, weight, bias, groups, act, False, True, True, True) for pair in both]
+            found = zip(*_together(parts.group_norm_backward, arguments, [dy, x]), strict=True)
+            dx, dweight, dbias = found
+            return in_layout(torch.cat(dx, 2), channels_last), sum(dweight), sum(dbias)
+
+        with mock.patch.object(parts, "_kernels", return_value=gpu):
+            assert_accurate(value, lambda x: reference.group_norm(x, weight, bias, groups, 1e-3, act, False), x)
+            _, mean, rstd = value(x)
+            rest = (weight, bias, groups, act, False, True, True, True)
+            assert_accurate(
+                gradients, lambda dy, x: reference.group_norm_backward(dy, x, mean, rstd.to(x.dtype), *rest), dy, x
+            )
+
+    def _together(run, every, whole):
+        """``run`` on every part; each gets from ``gather`` what all of them gave it."""
+        rounds: list[list[torch.Tensor]] = []
+        while True:
+            given, results = [], []
+
+            def gather(t, used):
+                used.append(t)
+                if len(used) > len(rounds):
+                    raise StopIteration
+                return torch.stack(rounds[len(used) - 1])
+
+            for args in every:
+                used: list[torch.Tensor] = []
+                try:
+                    results.append(run(args, whole, {}, partial(gather, used=used)))
+                except StopIteration:
+                    given.append(used[-1])
+            if not given:
+                return results
+            rounds.append(given)
 
     @pytest.mark.parametrize("shape", [(0, 4, 3, 3), (2, 0, 3, 3)])
     def test_empty(shape):

@@ -13,7 +13,7 @@ from pixfuse._shared.gpu_testing import (
     launches,
 )
 from pixfuse.upsample import gpu, reference
-from pixfuse.upsample.taps import AREA, CUBIC, LANCZOS, LINEAR, NEAREST, NEAREST_EXACT
+from pixfuse.upsample.taps import AREA, CUBIC, LANCZOS, LINEAR, NEAREST, NEAREST_EXACT, axis_taps
 
 LAYOUTS = pytest.mark.parametrize("channels_last", [False, True], ids=["contiguous", "channels_last"])
 CASES = {  # shape, size, mode, align_corners, antialias, scale
@@ -59,6 +59,23 @@ if INTERPRETING:
         assert_accurate(gpu.interpolate, reference.interpolate, *args)
         args = (_image((*shape[:2], *size), dtype, channels_last), shape[2:], *rest)
         assert_accurate(gpu.interpolate_backward, reference.interpolate_backward, *args)
+
+    @pytest.mark.parametrize("name", ["cubic-x2", "aligned", "lanczos", "nearest", "same-size"])
+    def test_part_of_a_map(name):
+        """Some rows of the result from the rows that these read."""
+        shape, size, *rest = CASES[name]
+        x = _image(shape, torch.float32, True)
+        mode, *flags, scale = rest
+        maps = [(n, o, float(s), mode, *flags, False) for n, o, s in zip(shape[2:], size, scale, strict=True)]
+        first, last = 2, 4
+        table = axis_taps(*maps[0])
+        low, high = (first, last) if table is None else (int(table.start[first]), int(table.stop[last - 1]))
+        pieces = [(*maps[0], (first, last, low)), (*maps[1], None)]
+        copies = mode in (NEAREST, NEAREST_EXACT)
+        y = gpu.resize(x[:, :, low:high], pieces, (last - first, size[1]), copies)
+        whole = gpu.interpolate(x, size, *rest)[:, :, first:last]
+        torch.testing.assert_close(y, whole)
+        torch.testing.assert_close(reference.resize(x[:, :, low:high], [axis_taps(*m) for m in pieces], copies), whole)
 
     @LAYOUTS
     @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int64])
