@@ -215,8 +215,8 @@ def rows(mesh: Any) -> None:
 
 @check
 def rows_in_float32(mesh: Any) -> None:
-    for name, call in CALLS.items():
-        compare(mesh, name, call, image((1, 12, 11, 6), torch.float32, False), F1, [Shard(2)])
+    for name in CALLS if DEVICE == "cpu" else ONE_OF_EACH:  # a GPU has kernels to compile
+        compare(mesh, name, CALLS[name], image((1, 12, 11, 6), torch.float32, False), F1, [Shard(2)])
 
 
 @check

@@ -417,9 +417,10 @@ def _apply_kernel(
 
 # A program owns one chunk of BC channels of an image, as in _partial_kernel. It sums dz * xhat and dz per channel,
 # for the gradients of weight and bias ([2, N, C, chunks]), and times gamma per group, for dx ([2, N, G, slots]).
+# ``rest``, if there is one, is what rounding to float32 took off the mean.
 @triton.jit
 def _partial_backward_kernel(
-    dy, x, mean, rstd, weight, bias, sums, part, C, P, D, G, chunks, tiles, slots, sums_stride, n_stride, step,
+    dy, x, mean, rest, rstd, weight, bias, sums, part, C, P, D, G, chunks, tiles, slots, sums_stride, n_stride, step,
     K: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr,
     BC: tl.constexpr, BP: tl.constexpr, NG: tl.constexpr, EVEN: tl.constexpr,
     CL: tl.constexpr, FULL: tl.constexpr, WIDE: tl.constexpr, ACT: tl.constexpr, ROUND: tl.constexpr,
@@ -438,6 +439,8 @@ def _partial_backward_kernel(
     x += corner
     offsets = _offsets(lc, lp, C, P, CL, WIDE)
     m = _over_pixels(tl.load(mean + n * G + c // D, mask=c < C, other=0.0), CL)
+    if rest is not None:
+        m_rest = _over_pixels(tl.load(rest + n * G + c // D, mask=c < C, other=0.0), CL)
     r = _over_pixels(tl.load(rstd + n * G + c // D, mask=c < C, other=0.0), CL)
     gamma = _parameter(weight, c, C, 1.0)
     wide_gamma, beta = _over_pixels(gamma, CL), _over_pixels(_parameter(bias, c, C, 0.0), CL)
@@ -447,7 +450,10 @@ def _partial_backward_kernel(
         mask = None if FULL else _mask(c, p0 + lp, C, P, CL)
         v = tl.load(x + offsets, mask=mask).to(tl.float32)
         d = tl.load(dy + offsets, mask=mask).to(tl.float32)
-        xhat = (v - m) * r
+        v -= m
+        if rest is not None:
+            v -= m_rest
+        xhat = v * r
         dz = _through_act(d, xhat, wide_gamma, beta, element, ACT, ROUND)
         product = dz * xhat
         s0 += dz if FULL else tl.where(mask, dz, 0.0)
@@ -510,7 +516,7 @@ def _total_kernel(sums, totals, N, C, chunks, BN: tl.constexpr, BS: tl.constexpr
 # A program owns one tile of dx; the sums of its groups it adds up itself or reads, as in _apply_kernel.
 @triton.jit
 def _apply_backward_kernel(
-    dy, x, mean, rstd, weight, bias, part, dx, C, P, D, G, blocks, tiles, slots, n_stride, last,
+    dy, x, mean, rest, rstd, weight, bias, part, dx, C, P, D, G, blocks, tiles, slots, n_stride, last,
     K: tl.constexpr, SLOTS: tl.constexpr, PBC: tl.constexpr,
     BC: tl.constexpr, BP: tl.constexpr, NG: tl.constexpr, EVEN: tl.constexpr,
     CL: tl.constexpr, FULL: tl.constexpr, WIDE: tl.constexpr, ACT: tl.constexpr, ROUND: tl.constexpr,
@@ -538,14 +544,16 @@ def _apply_backward_kernel(
         t1, t0 = _sum_slots(part, n * G * slots, g, there, slots, D, K, PBC, n_stride, SLOTS)
     size = D * 1.0 * P
     members = _members(c, g, D)
-    m = _over_pixels(tl.load(mean + n * G + c // D, mask=c < C, other=0.0), CL)
+    v = v.to(tl.float32) - _over_pixels(tl.load(mean + n * G + c // D, mask=c < C, other=0.0), CL)
+    if rest is not None:
+        v -= _over_pixels(tl.load(rest + n * G + c // D, mask=c < C, other=0.0), CL)
     r = tl.load(rstd + n * G + c // D, mask=c < C, other=0.0)
     t1 = _over_pixels(_spread(t1 / size, members, BC, EVEN) * r, CL)
     t0 = _over_pixels(_spread(t0 / size, members, BC, EVEN) * r, CL)
     gamma = _parameter(weight, c, C, 1.0)
     a, r = _over_pixels(gamma * r, CL), _over_pixels(r, CL)
     gamma, beta = _over_pixels(gamma, CL), _over_pixels(_parameter(bias, c, C, 0.0), CL)
-    xhat = (v.to(tl.float32) - m) * r
+    xhat = v * r
     dz = _through_act(d.to(tl.float32), xhat, gamma, beta, element, ACT, ROUND)
     out = dz * a - t0 - xhat * t1
     tl.store(dx + at, out.to(element), mask=mask, eviction_policy="evict_first")
@@ -796,9 +804,10 @@ def group_norm_backward(
         )
     weight, bias = _dense(weight), _dense(bias)
     sums = x.new_empty((2, N, C, plan.chunks), dtype=torch.float32) if need_sums else None
-    given = (dy, x, mean.contiguous(), rstd.contiguous(), weight, bias)
+    mean, rstd = mean.contiguous(), rstd.contiguous()
+    given = (dy, x, mean, None, rstd, weight, bias)
     if plan.whole:
-        plan.launches[0](*given, dx, sums)
+        plan.launches[0](dy, x, mean, rstd, weight, bias, dx, sums)
     else:
         part = x.new_empty(plan.partials, dtype=torch.float32) if need_dx else None
         plan.launches[0](*given, sums, part)
@@ -852,7 +861,7 @@ def sums(
     dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None, bias: Tensor | None, num_groups: int,
     act: int, round_before_act: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The sums ``[2, N, num_groups]`` that dx needs, dweight and dbias."""
+    """The sums ``[2, N, num_groups]`` that dx needs, dweight and dbias; the mean is float64."""
     plan, given = _in_parts(dy, x, mean, rstd, weight, bias, num_groups, act, round_before_act)
     N, C = x.shape[:2]
     channel_sums = x.new_empty((2, N, C, plan.chunks), dtype=torch.float32)
@@ -888,7 +897,9 @@ def _in_parts(
     x = x if dense else to_layout(x, channels_last)
     dy = dy if dy.stride() == strides else to_layout(dy, channels_last)
     weight, bias = _dense(weight), _dense(bias)
-    return plan, (dy, x, mean.contiguous(), rstd.contiguous(), weight, bias)
+    near = mean.to(torch.float32).contiguous()
+    rest = (mean - near).to(torch.float32).contiguous()
+    return plan, (dy, x, near, rest, rstd.contiguous(), weight, bias)
 
 
 def _add_up(sums: Tensor) -> Tensor:

@@ -23,11 +23,11 @@ Gather = Callable[[Tensor], Tensor]  # [...] to [parts, ...]
 
 
 def group_norm(args: Sequence[Any], whole: Sequence[Any], spans: Any, gather: Gather) -> tuple[Tensor, Tensor, Tensor]:
-    """The operator ``group_norm`` on the part of x in ``args``."""
+    """The operator ``group_norm`` on the part of x in ``args``, with a mean in float64."""
     x, weight, bias, num_groups, eps, act, round_before_act = args
     if x.shape[0] == 0 or x.shape[1] == 0:
-        stats = x.new_zeros((x.shape[0], num_groups), dtype=compute_dtype(x))
-        return x.clone(), stats, stats.clone()
+        stats = x.new_zeros((x.shape[0], num_groups), dtype=torch.float64)
+        return x.clone(), stats, stats.to(compute_dtype(x))
     kernels = _kernels(x)
     first = x.new_zeros((x.shape[0], num_groups), dtype=torch.float64)
     mean, rms = first, first
@@ -40,15 +40,13 @@ def group_norm(args: Sequence[Any], whole: Sequence[Any], spans: Any, gather: Ga
     mean, rms = _pool(*gather(torch.stack([count, mean, rms])).unbind(1))
     rstd = torch.hypot(rms, torch.full_like(rms, eps).sqrt()).reciprocal()
     dtype = compute_dtype(x)
-    stats = mean.to(dtype), rstd.to(dtype)
+    stats = mean, rstd.to(dtype)
     if x.numel() == 0:
         return x.clone(), *stats
     if kernels:
         deviations = torch.stack([mean - first, rms]).to(dtype)
         return kernels.normalise(x, deviations, weight, bias, num_groups, eps, act, round_before_act), *stats
-    # By way of an element near all others, so that a large mean costs no accuracy.
-    t = x.to(dtype) - _spread(first.to(dtype), x) - _spread((mean - first).to(dtype), x)
-    xhat = t * _spread(stats[1], x)
+    xhat = _deviations(x, mean) * _spread(stats[1], x)
     z = reference._affine(xhat, weight, bias)
     if act == reference.SILU:
         z = torch.nn.functional.silu(z.to(x.dtype).to(dtype) if round_before_act else z)
@@ -66,28 +64,20 @@ def group_norm_backward(
     sums = x.new_zeros((2, x.shape[0], num_groups), dtype=dtype)
     dweight = dbias = x.new_zeros(x.shape[1], dtype=dtype)
     given = (dy, x, mean, rstd, weight, bias, num_groups, act, round_before_act)
-    if kernels:  # an empty part must gather as often as the others
-        if x.numel():
-            sums, dweight, dbias = kernels.sums(*given)
-    elif x.shape[0] and x.shape[1]:
-        # The mean is rounded, which shows where it is large: take off what the deviations from it still have.
-        rest = torch.zeros_like(mean, dtype=torch.float64)
-        if x.numel():
-            t = x.to(dtype) - _spread(mean, x)
-            rest = t.reshape(x.shape[0], num_groups, -1).sum(-1, dtype=torch.float64)
-        rest = gather(rest).sum(0) / (x.shape[1] // num_groups * pixels)
-        if x.numel():
-            xhat = (t - _spread(rest.to(dtype), x)) * _spread(rstd, x)
-            dz = dy.to(dtype)
-            if act == reference.SILU:
-                z = reference._affine(xhat, weight, bias)
-                z = z.to(x.dtype).to(dtype) if round_before_act else z
-                s = z.sigmoid()
-                dz = dz * (s * (1 + z * (1 - s)))
-            axes = [d for d in range(x.dim()) if d != 1]
-            dweight, dbias = (dz * xhat).sum(axes), dz.sum(axes)
-            dz = reference._affine(dz, weight, None)
-            sums = torch.stack([(dz * xhat), dz]).reshape(2, x.shape[0], num_groups, -1).sum(-1)
+    if x.numel() and kernels:
+        sums, dweight, dbias = kernels.sums(*given)
+    elif x.numel():
+        xhat = _deviations(x, mean) * _spread(rstd, x)
+        dz = dy.to(dtype)
+        if act == reference.SILU:
+            z = reference._affine(xhat, weight, bias)
+            z = z.to(x.dtype).to(dtype) if round_before_act else z
+            s = z.sigmoid()
+            dz = dz * (s * (1 + z * (1 - s)))
+        axes = [d for d in range(x.dim()) if d != 1]
+        dweight, dbias = (dz * xhat).sum(axes), dz.sum(axes)
+        dz = reference._affine(dz, weight, None)
+        sums = torch.stack([(dz * xhat), dz]).reshape(2, x.shape[0], num_groups, -1).sum(-1)
     dx = None
     if needs[0]:
         if x.shape[0] and x.shape[1]:
@@ -120,12 +110,18 @@ def _pool(count: Tensor, mean: Tensor, rms: Tensor) -> tuple[Tensor, Tensor]:
     """Mean and rms deviation of all from those of the parts ``[parts, N, G]``; a part of no elements says nothing."""
     share = count / count.sum(0)
     there = count > 0
-    mean = torch.where(there, mean, 0)
-    whole = (share * mean).sum(0)
-    away = torch.where(there, mean - whole, 0)
+    away = torch.where(there, mean - mean[0], 0)  # the first part is never empty; equal means give just that
+    from_first = (share * away).sum(0)
+    away = torch.where(there, away - from_first, 0)
     size = torch.maximum(away.abs(), rms).amax(0)
     unit = torch.where(size > 0, size, 1)
-    return whole, size * (share * ((away / unit).square() + (rms / unit).square())).sum(0).sqrt()
+    return mean[0] + from_first, size * (share * ((away / unit).square() + (rms / unit).square())).sum(0).sqrt()
+
+
+def _deviations(x: Tensor, mean: Tensor) -> Tensor:
+    """``x - mean`` in the compute dtype. The mean is float64, since its rounding shows where it is large."""
+    near = mean.to(compute_dtype(x))
+    return x.to(near.dtype) - _spread(near, x) - _spread((mean - near).to(near.dtype), x)
 
 
 def _spread(stats: Tensor, x: Tensor) -> Tensor:

@@ -134,6 +134,8 @@ if INTERPRETING:
             dx, dweight, dbias = found
             return in_layout(torch.cat(dx, 2), channels_last), sum(dweight), sum(dbias)
 
+        if name == "even":
+            x = x + 1e4
         with mock.patch.object(parts, "_kernels", return_value=gpu):
             assert_accurate(value, lambda x: reference.group_norm(x, weight, bias, groups, 1e-3, act, False), x)
             _, mean, rstd = value(x)
