@@ -417,10 +417,11 @@ def _apply_kernel(
 
 # A program owns one chunk of BC channels of an image, as in _partial_kernel. It sums dz * xhat and dz per channel,
 # for the gradients of weight and bias ([2, N, C, chunks]), and times gamma per group, for dx ([2, N, G, slots]).
-# ``rest``, if there is one, is what rounding to float32 took off the mean.
+# ``mean_rest``, if there is one, is what rounding to float32 took off the mean.
 @triton.jit
 def _partial_backward_kernel(
-    dy, x, mean, rest, rstd, weight, bias, sums, part, C, P, D, G, chunks, tiles, slots, sums_stride, n_stride, step,
+    dy, x, mean, mean_rest, rstd, weight, bias, sums, part,
+    C, P, D, G, chunks, tiles, slots, sums_stride, n_stride, step,
     K: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr,
     BC: tl.constexpr, BP: tl.constexpr, NG: tl.constexpr, EVEN: tl.constexpr,
     CL: tl.constexpr, FULL: tl.constexpr, WIDE: tl.constexpr, ACT: tl.constexpr, ROUND: tl.constexpr,
@@ -439,8 +440,8 @@ def _partial_backward_kernel(
     x += corner
     offsets = _offsets(lc, lp, C, P, CL, WIDE)
     m = _over_pixels(tl.load(mean + n * G + c // D, mask=c < C, other=0.0), CL)
-    if rest is not None:
-        m_rest = _over_pixels(tl.load(rest + n * G + c // D, mask=c < C, other=0.0), CL)
+    if mean_rest is not None:
+        m2 = _over_pixels(tl.load(mean_rest + n * G + c // D, mask=c < C, other=0.0), CL)
     r = _over_pixels(tl.load(rstd + n * G + c // D, mask=c < C, other=0.0), CL)
     gamma = _parameter(weight, c, C, 1.0)
     wide_gamma, beta = _over_pixels(gamma, CL), _over_pixels(_parameter(bias, c, C, 0.0), CL)
@@ -451,8 +452,8 @@ def _partial_backward_kernel(
         v = tl.load(x + offsets, mask=mask).to(tl.float32)
         d = tl.load(dy + offsets, mask=mask).to(tl.float32)
         v -= m
-        if rest is not None:
-            v -= m_rest
+        if mean_rest is not None:
+            v -= m2
         xhat = v * r
         dz = _through_act(d, xhat, wide_gamma, beta, element, ACT, ROUND)
         product = dz * xhat
@@ -516,7 +517,7 @@ def _total_kernel(sums, totals, N, C, chunks, BN: tl.constexpr, BS: tl.constexpr
 # A program owns one tile of dx; the sums of its groups it adds up itself or reads, as in _apply_kernel.
 @triton.jit
 def _apply_backward_kernel(
-    dy, x, mean, rest, rstd, weight, bias, part, dx, C, P, D, G, blocks, tiles, slots, n_stride, last,
+    dy, x, mean, mean_rest, rstd, weight, bias, part, dx, C, P, D, G, blocks, tiles, slots, n_stride, last,
     K: tl.constexpr, SLOTS: tl.constexpr, PBC: tl.constexpr,
     BC: tl.constexpr, BP: tl.constexpr, NG: tl.constexpr, EVEN: tl.constexpr,
     CL: tl.constexpr, FULL: tl.constexpr, WIDE: tl.constexpr, ACT: tl.constexpr, ROUND: tl.constexpr,
@@ -545,8 +546,8 @@ def _apply_backward_kernel(
     size = D * 1.0 * P
     members = _members(c, g, D)
     v = v.to(tl.float32) - _over_pixels(tl.load(mean + n * G + c // D, mask=c < C, other=0.0), CL)
-    if rest is not None:
-        v -= _over_pixels(tl.load(rest + n * G + c // D, mask=c < C, other=0.0), CL)
+    if mean_rest is not None:
+        v -= _over_pixels(tl.load(mean_rest + n * G + c // D, mask=c < C, other=0.0), CL)
     r = tl.load(rstd + n * G + c // D, mask=c < C, other=0.0)
     t1 = _over_pixels(_spread(t1 / size, members, BC, EVEN) * r, CL)
     t0 = _over_pixels(_spread(t0 / size, members, BC, EVEN) * r, CL)

@@ -125,7 +125,7 @@ if INTERPRETING:
             parts_of_x = [(p, weight, bias, groups, 1e-3, act, False) for p in cut(x)]
             y, mean, rstd = zip(*_together(parts.group_norm, parts_of_x, [x]), strict=True)
             assert all(torch.equal(mean[0], m) for m in mean)
-            return in_layout(torch.cat(y, 2), channels_last), mean[0], rstd[0]
+            return in_layout(torch.cat(y, 2), channels_last), mean[0].to(rstd[0].dtype), rstd[0], mean[0]
 
         def gradients(dy, x):
             both = zip(cut(dy), cut(x), strict=True)
@@ -137,11 +137,12 @@ if INTERPRETING:
         if name == "even":
             x = x + 1e4
         with mock.patch.object(parts, "_kernels", return_value=gpu):
-            assert_accurate(value, lambda x: reference.group_norm(x, weight, bias, groups, 1e-3, act, False), x)
-            _, mean, rstd = value(x)
+            model = partial(reference.group_norm, round_before_act=False)
+            assert_accurate(lambda x, *rest: value(x)[:3], model, x, weight, bias, groups, 1e-3, act)
+            _, _, rstd, mean = value(x)
             rest = (weight, bias, groups, act, False, True, True, True)
             assert_accurate(
-                gradients, lambda dy, x: reference.group_norm_backward(dy, x, mean, rstd.to(x.dtype), *rest), dy, x
+                lambda dy, x, *rest: gradients(dy, x), reference.group_norm_backward, dy, x, mean, rstd, *rest
             )
 
     def _together(run, every, whole):
@@ -184,7 +185,10 @@ else:
 
     def _all_launches(x, parameter, groups):
         stats = torch.empty(x.shape[0], groups, device="meta")
+        part = (x, x, stats.double(), stats, parameter, parameter, groups, 1, False)
         return [
+            *launches(gpu.sums, *part),
+            *launches(gpu.gradient, *part, torch.stack([stats, stats])),
             *launches(gpu.group_norm, x, parameter, parameter, groups, 1e-5, 1, False),
             *launches(
                 gpu.group_norm_backward, x, x, stats, stats, parameter, parameter, groups, 1, False, True, True, True
