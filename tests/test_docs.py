@@ -16,6 +16,7 @@ from PIL import Image
 from typer.testing import CliRunner
 
 import pixfuse
+import pixfuse.array
 import pixfuse.nn
 import pixfuse.onnx
 from pixfuse._cli.main import app
@@ -89,6 +90,7 @@ def docstrings():
             thing = getattr(module, name)
             if not inspect.ismodule(thing):
                 yield pytest.param(thing, id=f"{module.__name__}.{name}")
+    yield pytest.param(pixfuse.array.on_arrays, id="pixfuse.array")
 
 
 @pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec:FutureWarning")  # torch.onnx itself
@@ -145,6 +147,14 @@ def test_hooks_have_the_versions_of_make_lint():
     used = set(re.findall(r"additional_dependencies: \[(\S+)\]", hooks))
     assert used
     assert used <= set(pins)
+
+
+def test_what_the_readme_says_is_tested_there():
+    """The files of the table "Works with" are there."""
+    named = re.findall(r"`((?:tests|src)/\S+\.py)`", (ROOT / "README.md").read_text())
+    assert len(set(named)) >= 9
+    for name in named:
+        assert (ROOT / name).exists(), name
 
 
 def test_licence_and_changes():
