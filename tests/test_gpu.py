@@ -6,6 +6,7 @@ CI has no GPU: there the kernels run in Triton's interpreter and are compiled ah
 from __future__ import annotations
 
 import dataclasses
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -121,6 +122,52 @@ def test_another_device(function: Callable[..., Tensor], case: Case) -> None:
     for a, b in zip(got, expected, strict=True):
         assert a.device.index == 1
         assert torch.equal(a.cpu(), b.cpu())
+
+
+def _random_case(op: str, seed: int) -> Case:
+    """A call with sizes and parameters that no list holds."""
+    pick = random.Random(f"{op} {seed}")
+    n, c, h, w = pick.randint(1, 3), pick.choice([1, 3, 8, 24, 65]), pick.randint(1, 70), pick.randint(1, 70)
+    inputs: dict[str, tuple[int, ...]] = {"x": (n, c, h, w)}
+    params: dict[str, Any] = {}
+    fixed: dict[str, Tensor] = {}
+    if op == "bias_act":
+        params = {"act": pick.choice(["lrelu", "swish", "selu"]), "clamp": pick.choice([None, 0.7]), "gain": 1.3}
+        inputs["b"] = (c,)
+    elif op == "group_norm":
+        divisors = [d for d in range(1, c + 1) if c % d == 0]
+        params = {"num_groups": pick.choice(divisors), "act": pick.choice([None, "silu"])}
+        inputs |= {"weight": (c,), "bias": (c,)}
+    elif op == "upsample_nearest":
+        params = {"scale": [pick.randint(1, 4), pick.randint(1, 4)]}
+    elif op == "interpolate":
+        params = {"mode": pick.choice(["bilinear", "bicubic"]), "size": (pick.randint(1, 90), pick.randint(1, 90))}
+    else:
+        k, up, down = pick.randint(1, 9), pick.randint(1, 3), pick.randint(1, 3)
+        padding = [pick.randint(k, k + 4) for _ in range(4)]
+        if op == "upfirdn2d":
+            params = {"up": up, "down": down, "padding": padding, "flip_filter": pick.random() < 0.5}
+            fixed = {"f": torch.rand(k) if pick.random() < 0.5 else torch.rand(k, pick.randint(1, k))}
+        else:
+            params = {"up": up, "down": down, "padding": padding, "clamp": pick.choice([None, 1.0])}
+            fixed = {"fu": torch.rand(k) / k, "fd": torch.rand(pick.randint(1, k)) / k}
+    return Case(f"seed{seed}-{n}x{c}x{h}x{w}", inputs, params, fixed)
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("op", OPS)
+def test_random_calls(op: str, seed: int) -> None:
+    """Fuzzing: values and gradients of calls that nobody thought of, and the same on views of any strides."""
+    function, case = getattr(pixfuse, op), _random_case(op, seed)
+    check_values_and_gradients(function, case, "cuda")
+    made = {k: t.detach() for k, t in case.tensors(torch.float16, False, "cuda").items()}
+    x = made["x"]
+    n, c, h, w = x.shape
+    padded = torch.zeros(n, c, h + 2, 2 * w + 1, device="cuda", dtype=x.dtype)
+    padded[:, :, 1:-1, 1::2] = x
+    expected = case.run(function, made)
+    for view in (padded[:, :, 1:-1, 1::2], x.mT.contiguous().mT, x.flip(0).contiguous().flip(0)):
+        assert torch.equal(case.run(function, {**made, "x": view}), expected)
 
 
 WIDE: dict[str, Callable[[Tensor], Tensor]] = {
