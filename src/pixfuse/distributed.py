@@ -14,10 +14,10 @@ runs on several::
 * Parameters, filters and biases may be plain tensors, the same on every process, or DTensors. Their gradients are
   summed over the processes, once, in backward.
 * What cannot be split as asked (a group of channels, a tensor of partial sums) is gathered first.
-* Under ``torch.compile`` batch and channel shards stay split; spatial ones are gathered.
+* Under ``torch.compile`` shards of the batch stay split, for most ops of the channels too; the rest is gathered.
 
-PyTorch's own convolution gives wrong results for split rows. :func:`conv2d` and :func:`conv_transpose2d` are right,
-and :func:`patch_convolutions` puts the ``nn.Conv2d`` of a model on them.
+PyTorch's own convolution (2.13) gives wrong results for split rows. :func:`conv2d` and :func:`conv_transpose2d` are
+right, and :func:`patch_convolutions` puts the ``nn.Conv2d`` of a model on them.
 
 It is a module of its own because importing DTensor costs most of a second.
 """
@@ -86,11 +86,11 @@ def _backward_of_whole(op: Op, ctx: Any, *grads: Any) -> tuple[Any, ...]:
     for i, other in enumerate(ctx.others):
         like = next(tensors) if other is None else None
         if found[i] is not None and like is not None:
-            found[i] = _replicated(found[i], like.device_mesh).redistribute(like.device_mesh, like.placements)
+            found[i] = replicated(found[i], like.device_mesh).redistribute(like.device_mesh, like.placements)
     return tuple(found)
 
 
-def _replicated(t: Tensor, mesh: DeviceMesh) -> DTensor:
+def replicated(t: Tensor, mesh: DeviceMesh) -> DTensor:
     """A tensor that every process has, as a DTensor."""
     return t if isinstance(t, DTensor) else DTensor.from_local(t, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
@@ -101,9 +101,9 @@ def placed(rule: Sharding, args: Sequence[Any]) -> list[Any]:
     args = list(args)
     for i, a in enumerate(args):
         if isinstance(a, Tensor):
-            args[i] = a = _replicated(a, mesh)
+            args[i] = a = replicated(a, mesh)
             if a.device_mesh != mesh:
-                raise ValueError(f"pixfuse: all DTensors must lie on one mesh, got {mesh} and {a.device_mesh}")
+                raise ValueError(f"pixfuse.distributed: DTensors must lie on one mesh, got {mesh} and {a.device_mesh}")
     images = [args[i] for i, kind in enumerate(rule.arguments) if kind == IMAGE and args[i] is not None]
     split = next((a for a in images if any(p.is_shard() for p in a.placements)), images[0])
     axes: list[int | None] = []
@@ -254,8 +254,8 @@ class _Rows:
         first, last = self.own[self.me]
         if x.shape[axis] != last - first:
             raise ValueError(
-                f"pixfuse: process {self.me} of {len(self.own)} must hold {last - first} of the {size} rows of axis "
-                f"{axis}, as torch.chunk splits them, got {x.shape[axis]}"
+                f"pixfuse.distributed: the shard of process {self.me} must have {last - first} of the {size} rows of "
+                f"axis {axis}, as torch.chunk splits them, got {x.shape[axis]}"
             )
         self.pieces = [(first, last, x)]
         self.pending: Any = None

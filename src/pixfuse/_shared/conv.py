@@ -166,6 +166,15 @@ def _on_shards(x: Any) -> bool:
     return library.for_shards is not None and isinstance(x, library.for_shards[0])
 
 
+def as_x_is(x: Any, *others: Tensor | None) -> tuple[Any, ...]:
+    """The others too as DTensors where x is one; plain tensors are the same on every process."""
+    if not _on_shards(x):
+        return others
+    from ..distributed import anchored, replicated
+
+    return tuple(None if t is None else anchored(replicated(t, x.device_mesh)) for t in others)
+
+
 def _convolve(x: Tensor, weight: Tensor, bias: Tensor | None, how: _How) -> Tensor:
     if _on_shards(x):
         from ..distributed import anchored, placed

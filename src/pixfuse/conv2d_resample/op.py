@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .._shared import checks
-from .._shared.conv import autocast_device, conv2d, conv_transpose2d, scaled
+from .._shared.conv import as_x_is, autocast_device, conv2d, conv_transpose2d, scaled
 from .._shared.layout import compute_dtype
 from .._shared.library import ALIASES
 from ..upfirdn2d import upfirdn2d
@@ -142,6 +142,7 @@ def modulated_conv2d(
         _check_noise(op, noise, x, weight, resample_filter, up, down, pads)
         checks.same_device(op, "noise", noise, x)
 
+    weight, styles, noise = as_x_is(x, weight, styles, noise)
     w, s, d = _factors(x, weight, styles, demodulate)
     n, c, h, width = x.shape
     conv = (resample_filter, up, down, pads)
