@@ -14,7 +14,7 @@ ifeq ($(COMPILER),)
 INSTALL := --config-settings=wheel.cmake=false
 endif
 
-.PHONY: demo test lint build bench abi gpu asan clean
+.PHONY: demo test lint docs build bench abi gpu asan clean
 
 demo: $(VENV)/package.stamp ## train a small network on photographs, on stock ops and on pixfuse
 	$(BIN)/pixfuse demo
@@ -27,6 +27,9 @@ lint: $(VENV)/test.stamp $(VENV)/lint.stamp ## ruff, clang-format, mypy
 	$(BIN)/ruff format --check
 	$(if $(CPP_FILES),$(BIN)/clang-format --dry-run --Werror $(CPP_FILES))
 	$(BIN)/mypy
+
+docs: $(VENV)/test.stamp ## the site, in build/site/index.html; a warning is an error
+	$(BIN)/python -m sphinx -W --keep-going -q docs build/site
 
 build: $(VENV)/torch.stamp ## the wheel, in dist/
 	$(BIN)/python -m pip --disable-pip-version-check wheel -q --no-deps -w dist $(INSTALL) .
@@ -62,7 +65,7 @@ asan: $(VENV)/test.stamp ## the CPU kernels under AddressSanitizer and UBSan: go
 	  -k "(golden and not bfloat16) or strides or values or any_ or masks or empty"
 
 clean: ## all that was made
-	rm -rf $(VENV) build dist src/pixfuse/_kernels.so
+	rm -rf $(VENV) build dist docs/_static/made src/pixfuse/_kernels.so
 
 $(VENV)/torch.stamp:
 	$(PYTHON) -m venv $(VENV)
