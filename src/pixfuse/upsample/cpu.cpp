@@ -3,9 +3,11 @@
 // An image lies in memory as [planes, D, H, W, inner]: inner is 1 for contiguous images (a plane per channel) and C
 // for channels_last ones (a plane per image). A thread owns output rows. For each it adds up the input rows that the
 // D and H tables name, weighted, into one row of the compute type that stays in L1, resizes that row along W and
-// rounds it into the output. Wide rows go in pieces. Every row is computed alike whoever owns it.
+// rounds it into the output; where a contiguous 2-D image grows, it resizes each input row along W once and adds
+// those up, which is less. Wide rows go in pieces. Every row is computed alike whoever owns it.
 // Nearest modes without gain only copy: one row is built and copied to the rows that repeat it.
 #include "cpu.h"
+#include "half_rows.h"
 #include "taps.h"
 
 #include <cstring>
@@ -18,9 +20,10 @@
 namespace pixfuse {
 namespace {
 
-constexpr int64_t kPiece = 2048;  // values of an accumulated piece of a row, so that it stays in L1 with its sources
-constexpr int64_t kLanes = 32;    // channels that a loop of fixed length takes
-constexpr int64_t kInner = 256;   // channels of a piece
+constexpr int64_t kPiece = 2048;     // values of an accumulated piece of a row, so that it stays in L1 with its sources
+constexpr int64_t kGrown = 1 << 15;  // values that resample_growing keeps, so that they stay in L2
+constexpr int64_t kLanes = 32;       // channels that a loop of fixed length takes
+constexpr int64_t kInner = 256;      // channels of a piece
 
 PIXFUSE_INLINE float fetch(uint8_t v) { return float(v); }
 template <class T>
@@ -120,6 +123,18 @@ void sum_all_rows(const T* const* rows, int64_t offset, const acc_t<T>* __restri
   for (; r + 4 <= count; r += 4) sum_rows<T, 4, true>(rows + r, offset, w + r, sum, n);
   for (; r + 2 <= count; r += 2) sum_rows<T, 2, true>(rows + r, offset, w + r, sum, n);
   for (; r < count; ++r) sum_rows<T, 1, true>(rows + r, offset, w + r, sum, n);
+}
+
+// y[i] = sum_r w[r] * rows[r][i]
+template <class T, int count>
+PIXFUSE_CLONES void mix_rows(const acc_t<T>* const* rows, const acc_t<T>* __restrict w, T* __restrict y, int64_t n) {
+  const acc_t<T>* row[count];
+  for (int r = 0; r < count; ++r) row[r] = rows[r];
+  for (int64_t i = 0; i < n; ++i) {
+    acc_t<T> v = w[0] * row[0][i];
+    for (int r = 1; r < count; ++r) v += w[r] * row[r][i];
+    y[i] = round_to<T>(v);
+  }
 }
 
 // --- along W ---------------------------------------------------------------------------------------------------
@@ -377,6 +392,13 @@ struct Plan {
   int64_t taps = 1, lo = 0, hi = 0, offset[2] = {0, 0};
   A phase[8] = {};
 
+  // Whether resample_growing is for it: the rows that it keeps should stay in L2.
+  bool growing() const {
+    return shape.in[0] == 1 && shape.out[0] == 1 && shape.out[1] > shape.in[1] && !axes[2].identity &&
+           shape.inner == 1 && axes[1].k_max <= 16;
+  }
+  int64_t longest = 1;  // outputs of a piece
+
   Plan(const Shape& s, Taps d, Taps h, Taps x, double g)
       : shape(s), axes{std::move(d), std::move(h), std::move(x)}, gain(g) {
     const Taps& t = axes[2];
@@ -389,11 +411,13 @@ struct Plan {
     else if (find_phases(1, 2))
       phases = kHalve;
     const int64_t inner = std::min(s.inner, kInner);
-    const int64_t most = std::clamp(4 * t.k_max * inner, kPiece, 8 * kPiece);  // neighbours share few samples
+    int64_t most = std::clamp(4 * t.k_max * inner, kPiece, 8 * kPiece);  // neighbours share few samples
+    if (growing()) most = std::max(most, kGrown * t.in / std::max(t.in, t.out) / axes[1].k_max);
     for (int64_t o = 0; o < t.out;) {
       Piece p{o, o + 1, t.start[o], std::max(t.start[o], t.stop[o])};
       while (p.o1 < t.out && (t.stop[p.o1] - p.a) * inner <= most) p.b = std::max(p.b, t.stop[p.o1++]);
       pieces.push_back(p);
+      longest = std::max(longest, p.o1 - p.o0);
       o = p.o1;
     }
   }
@@ -525,6 +549,16 @@ void resize_row(const Plan<A>& plan, const Piece& p, const A* s, int64_t inner, 
   if (to * up < p.o1) resize_by_table(plan, to * up, p.o1, s, p.a, inner, y + (to * up - p.o0) * all);
 }
 
+// What lies beyond the borders of the loaded row of a piece, where doubling needs it.
+template <class A>
+void replicate(const Plan<A>& plan, const Piece& p, A* row, int64_t inner) {
+  const Taps& t = plan.axes[2];
+  if (plan.phases != Plan<A>::kDouble || !t.replicates) return;
+  A* last = row + (p.b - p.a) * inner;
+  for (int64_t c = 0; c < inner && p.a == 0; ++c) row[c - inner] = row[c - 2 * inner] = row[c];
+  for (int64_t c = 0; c < inner && p.b == t.in; ++c) last[c] = last[c + inner] = last[c - inner];
+}
+
 template <class T>
 void resample(const T* x, T* y, const Plan<acc_t<T>>& plan) {
   using A = acc_t<T>;
@@ -562,8 +596,9 @@ void resample(const T* x, T* y, const Plan<acc_t<T>>& plan) {
           }
         }
       }
+      const int64_t c0 = block * kInner, inner = std::min(s.inner - c0, kInner);
+      T* to = blocks == 1 ? writer.next((p.o1 - p.o0) * inner) : y + row * out_row + p.o0 * s.inner + c0;
       if (quarters && count == 2) {
-        T* to = writer.next((p.o1 - p.o0) * s.inner);
         const T *r0 = rows[0] + p.a * s.inner, *r1 = rows[1] + p.a * s.inner;
         if (s.inner == 1)
           quarter_row(r0, r1, w.data(), plan.phase, to, p.o1 - p.o0);
@@ -571,7 +606,6 @@ void resample(const T* x, T* y, const Plan<acc_t<T>>& plan) {
           quarter_pixels(r0, r1, w.data(), plan.phase, s.inner, to, p.o1 - p.o0);
         continue;
       }
-      const int64_t c0 = block * kInner, inner = std::min(s.inner - c0, kInner);
       if (count == 0) {
         std::fill(sum, sum + values, A(0));
       } else if (inner == s.inner) {
@@ -581,15 +615,66 @@ void resample(const T* x, T* y, const Plan<acc_t<T>>& plan) {
           sum_all_rows(rows.data(), i * s.inner + c0, w.data(), count, sum + (i - p.a) * inner, inner);
         }
       }
-      if (plan.phases == Plan<A>::kDouble && tw.replicates) {
-        A* last = sum + (p.b - p.a) * inner;
-        for (int64_t c = 0; c < inner && p.a == 0; ++c) sum[c - inner] = sum[c - 2 * inner] = sum[c];
-        for (int64_t c = 0; c < inner && p.b == tw.in; ++c) last[c] = last[c + inner] = last[c - inner];
-      }
-      T* to = blocks == 1 ? writer.next((p.o1 - p.o0) * inner) : y + row * out_row + p.o0 * s.inner + c0;
+      replicate(plan, p, sum, inner);
       resize_row<T>(plan, p, sum, inner, to);
     }
   });
+}
+
+// The same for a contiguous 2-D image that grows. (channels_last gains nothing: its rows are long and would leave L1.)
+template <class T>
+void resample_growing(const T* x, T* y, const Plan<acc_t<T>>& plan) {
+  using A = acc_t<T>;
+  constexpr bool kHalf = std::is_same_v<T, float16>;
+  const Shape& s = plan.shape;
+  const Taps& th = plan.axes[1];
+  const int64_t pieces = plan.pieces.size(), in_row = s.in[2], out_row = s.out[2];
+  int64_t inputs = 1;
+  for (const Piece& p : plan.pieces) inputs = std::max(inputs, p.b - p.a);
+  parallel(s.planes * pieces * s.out[1], out_row * (th.k_max + plan.axes[2].k_max) / pieces,
+           [&](int64_t begin, int64_t end) {
+             constexpr int64_t kMargin = 2;  // the most that a tap of kDouble lies beyond a border
+             std::vector<A> buffer(inputs + 2 * kMargin), ring(th.k_max * plan.longest), w(th.k_max), sum(plan.longest);
+             A* loaded = buffer.data() + kMargin;
+             std::vector<int64_t> held(th.k_max);
+             std::vector<const A*> rows(th.k_max);
+             const A one = 1;
+             Writer<T> writer(pieces == 1 ? y + begin * out_row : y, pieces == 1 ? s.planes * s.out[1] * out_row : 0);
+             for (int64_t item = begin; item < end; ++item) {
+               const int64_t strip = item / s.out[1], h = item - strip * s.out[1];
+               const int64_t plane = pieces == 1 ? strip : strip / pieces;
+               const Piece& p = plan.pieces[strip - plane * pieces];
+               if (h == 0 || item == begin) std::fill(held.begin(), held.end(), -1);
+               const int64_t count = th.stop[h] - th.start[h], n = p.o1 - p.o0;
+               int64_t slot = th.start[h] % th.k_max;
+               for (int64_t k = 0; k < count; ++k, slot = slot + 1 == th.k_max ? 0 : slot + 1) {
+                 const int64_t r = th.start[h] + k;
+                 A* resized = ring.data() + slot * plan.longest;
+                 rows[k] = resized;
+                 w[k] = A(th.w[h * th.k_max + k] * plan.gain);
+                 if (std::exchange(held[slot], r) == r) continue;
+                 const T* from = x + (plane * s.in[1] + r) * in_row;
+                 if constexpr (kHalf)
+                   load_row(from + p.a, loaded, p.b - p.a);
+                 else
+                   sum_rows<T, 1, false>(&from, p.a, &one, loaded, p.b - p.a);
+                 replicate(plan, p, loaded, 1);
+                 resize_row<A>(plan, p, loaded, 1, resized);
+               }
+               T* to = pieces == 1 ? writer.next(n) : y + (plane * s.out[1] + h) * out_row + p.o0;
+               if (!kHalf && count == 2) {
+                 mix_rows<T, 2>(rows.data(), w.data(), to, n);
+               } else if (!kHalf && count == 4) {
+                 mix_rows<T, 4>(rows.data(), w.data(), to, n);
+               } else {
+                 sum_all_rows<A>(rows.data(), 0, w.data(), count, sum.data(), n);
+                 if constexpr (kHalf)
+                   store_row(sum.data(), to, n);
+                 else
+                   copy_row<T>(sum.data(), to, n);
+               }
+             }
+           });
 }
 
 // --- copies ----------------------------------------------------------------------------------------------------
@@ -712,7 +797,10 @@ Tensor apply(const Tensor& x_any, std::array<Taps, 3> t, double gain, bool copy)
   auto run = [&](auto kind) {
     using T = decltype(kind);
     const Plan<acc_t<T>> plan(s, std::move(t[0]), std::move(t[1]), std::move(t[2]), gain);
-    resample(data<T>(x), mutable_data<T>(y), plan);
+    if (plan.growing())
+      resample_growing(data<T>(x), mutable_data<T>(y), plan);
+    else
+      resample(data<T>(x), mutable_data<T>(y), plan);
   };
   if (x.scalar_type() == ScalarType::Byte)
     run(uint8_t{});
