@@ -662,7 +662,9 @@ void resample_growing(const T* x, T* y, const Plan<acc_t<T>>& plan) {
                  resize_row<A>(plan, p, loaded, 1, resized);
                }
                T* to = pieces == 1 ? writer.next(n) : y + (plane * s.out[1] + h) * out_row + p.o0;
-               if (!kHalf && count == 2) {
+               if (count == 0) {
+                 std::fill_n(to, n, T{});
+               } else if (!kHalf && count == 2) {
                  mix_rows<T, 2>(rows.data(), w.data(), to, n);
                } else if (!kHalf && count == 4) {
                  mix_rows<T, 4>(rows.data(), w.data(), to, n);
