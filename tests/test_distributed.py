@@ -264,11 +264,12 @@ def second_order(mesh: Any) -> None:
         call = CALLS[name]
         x = image((2, 12, 7, 6), torch.float64, False)
         one = penalty(call, *(t.double().clone().requires_grad_() for t in (x, P, F2)))
-        split = distribute_tensor(x, mesh, [Shard(2)]).requires_grad_()
-        several = penalty(call, split, *(t.double().clone().requires_grad_() for t in (P, F2)))
-        for a, b in zip(one, several, strict=True):
-            b = b.full_tensor() if isinstance(b, DTensor) else b
-            torch.testing.assert_close(b, a, rtol=1e-10, atol=1e-10, msg=lambda m, name=name: f"{name}: {m}")
+        for where in (Shard(2), Shard(0)):
+            split = distribute_tensor(x, mesh, [where]).requires_grad_()
+            several = penalty(call, split, *(t.double().clone().requires_grad_() for t in (P, F2)))
+            for a, b in zip(one, several, strict=True):
+                b = b.full_tensor() if isinstance(b, DTensor) else b
+                torch.testing.assert_close(b, a, rtol=1e-10, atol=1e-10, msg=lambda m, name=name: f"{name}: {m}")
 
 
 @check
@@ -334,6 +335,9 @@ def errors(mesh: Any) -> None:
     with pytest.raises(ValueError, match=r"as torch\.chunk splits them"):
         pixfuse.upsample2d(x, None)
     whole = distribute_tensor(torch.zeros(1, 2, 4, 3), mesh, [Shard(2)])
+    elsewhere = distribute_tensor(torch.ones(2), init_device_mesh("cpu", (n, 1)), [Replicate(), Replicate()])
+    with pytest.raises(ValueError, match="must lie on one mesh"):
+        pixfuse.group_norm(whole, 2, elsewhere)
     with pytest.raises(ValueError, match="weight must have shape"):
         pixfuse.group_norm(whole, 2, torch.ones(3))
 

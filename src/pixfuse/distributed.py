@@ -63,13 +63,12 @@ def _call(op: Op, args: Sequence[Any]) -> Any:
 @functools.cache
 def _function(op: Op) -> type[torch.autograd.Function]:
     rule: Sharding = op.sharding
-    run = rule.run or (lambda args, *rest: op(*args))
     backward = functools.partial(_backward_of_whole, op) if rule.whole_backward else op.transformed.backward
     return type(
         f"{op.name}_on_shards",
         (torch.autograd.Function,),
         {
-            "forward": staticmethod(lambda *args: on_shards(rule, run, args)),
+            "forward": staticmethod(lambda *args: on_shards(rule, op, args)),
             "setup_context": op.transformed.setup_context,
             "backward": staticmethod(backward),
         },
@@ -144,8 +143,8 @@ def anchored(result: Any) -> Any:
     return _Anchor.apply(result)
 
 
-def on_shards(rule: Sharding, run: Callable[..., Any], whole: Sequence[Any]) -> Any:
-    """The result as DTensors of ``run(local arguments, whole, spans, gather)``; ``whole`` comes from ``placed``."""
+def on_shards(rule: Sharding, op: Callable[..., Any], whole: Sequence[Any]) -> Any:
+    """The results of ``op`` as DTensors; its arguments ``whole`` come from ``placed``."""
     x = whole[0]
     mesh: DeviceMesh = x.device_mesh
     channels_last = is_channels_last(x)
@@ -196,11 +195,16 @@ def on_shards(rule: Sharding, run: Callable[..., Any], whole: Sequence[Any]) -> 
         spans[axis] = (*given[me], windows[me].reads[0][0])
         crops[axis] = (windows[me].skip, last - first)
 
-    results = run(args, whole, spans, gather)
+    def run(args: Sequence[Any]) -> Any:
+        if rule.run is not None and (spatial or args[0].numel() == 0):
+            return rule.run(args, whole, spans, gather)
+        return op(*args)
+
+    results = run(args)
     for axis, (at, reach), seam, rows in seams:
         strip = _changed(args, seam.changes)
         strip[0] = rows.window(*seam.reads[0])
-        results.narrow(axis, at, reach).copy_(run(strip, whole, spans, gather).narrow(axis, seam.skip, reach))
+        results.narrow(axis, at, reach).copy_(run(strip).narrow(axis, seam.skip, reach))
 
     def wrapped(kind: str, y: Tensor | None) -> Tensor | None:
         if y is None:

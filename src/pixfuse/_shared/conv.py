@@ -340,19 +340,18 @@ def _derivatives(
 
 def _convolution(x: Tensor, weight: Tensor, bias: Tensor | None, how: _How) -> Tensor:
     if _on_shards(x):
-        return _split(_VALUE, lambda args, *rest: torch.ops.aten.convolution(*args), x, weight, bias, *how)
+        return _split(_VALUE, torch.ops.aten.convolution, x, weight, bias, *how)
     return torch.ops.aten.convolution(x, weight, bias, *how)
 
 
-def _weight_gradient(args: Sequence[Any], *rest: Any) -> Tensor | None:
-    dy, x, weight, *how = args
+def _weight_gradient(dy: Tensor, x: Tensor, weight: Tensor, *how: Any) -> Tensor | None:
     return _derivatives(dy, x, weight, _How(*how), False, True, False)[1]
 
 
-def _split(rule: Sharding, run: Any, *args: Any) -> Any:
+def _split(rule: Sharding, op: Any, *args: Any) -> Any:
     from ..distributed import on_shards, placed
 
-    return on_shards(rule, run, placed(rule, args))
+    return on_shards(rule, op, placed(rule, args))
 
 
 def _reach(start: int, stop: int, args: Sequence[Any], at: int) -> tuple[int, int]:

@@ -44,9 +44,9 @@ class Sharding:
             its rows to its :class:`Window`. Sizes and arguments are those of the whole images.
         groups_at: the position of the number of groups of channels, which whole groups can be split along.
         dim_at: the position of the axis of the channels, where it is an argument.
-        run: ``(arguments, whole, spans, gather)`` computes the shard where the op on its window does not: from the
-            windows, the arguments of the whole, ``axis: (start, stop, first row read)`` and a function that stacks a
-            tensor over the processes that hold the shards of an image.
+        run: ``(arguments, whole, spans, gather)`` computes a spatial or an empty shard where the op on its window
+            does not: from the windows, the arguments of the whole, ``axis: (start, stop, first row read)`` and a
+            function that stacks a tensor over the processes that hold the shards of an image.
         seam: ``(arguments, axis)`` gives how many rows at either end of a shard differ if the op is applied to the
             rows of the shard alone; 0 where more does. Then only these are made from windows, while the rest needs no
             copy of the shard with its neighbours' rows and does not wait for them.

@@ -26,8 +26,9 @@ def group_norm(args: Sequence[Any], whole: Sequence[Any], spans: Any, gather: Ga
     """The operator ``group_norm`` on the part of x in ``args``, with a mean in float64."""
     x, weight, bias, num_groups, eps, act, round_before_act = args
     if x.shape[0] == 0 or x.shape[1] == 0:
-        stats = x.new_zeros((x.shape[0], num_groups), dtype=torch.float64)
-        return x.clone(), stats, stats.to(compute_dtype(x))
+        # No part of an image, but of a batch whose other parts may be whole images: the op's own statistics.
+        stats = x.new_zeros((x.shape[0], num_groups), dtype=compute_dtype(x))
+        return x.clone(), stats.to(torch.float64) if spans else stats, stats.clone()
     kernels = _kernels(x)
     first = x.new_zeros((x.shape[0], num_groups), dtype=torch.float64)
     mean, rms = first, first
