@@ -19,6 +19,10 @@ runs on several::
 PyTorch's own convolution (2.13) gives wrong results for split rows. :func:`conv2d` and :func:`conv_transpose2d` are
 right, and :func:`patch_convolutions` puts the ``nn.Conv2d`` of a model on them.
 
+Shapes, dtypes and errors are those of the public functions, for the sizes of the whole image. Besides, a ValueError says
+that a shard does not have the rows that ``torch.chunk`` gives it, or that DTensors lie on different meshes. All processes
+must make the same calls in the same order, as for every collective.
+
 It is a module of its own because importing DTensor costs most of a second.
 """
 
@@ -318,6 +322,7 @@ def _common(a: Span, b: Span) -> Span:
 # --- convolutions ---------------------------------------------------------------------------------------------
 
 
+# Of torch.nn.functional, with their arguments; for images split along the batch or a spatial axis too.
 conv2d = conv.conv2d
 conv_transpose2d = conv.conv_transpose2d
 
@@ -332,7 +337,18 @@ class Conv2d(nn.Conv2d):
 
 
 def patch_convolutions(model: nn.Module) -> nn.Module:
-    """Give every ``nn.Conv2d`` of a model the class :class:`Conv2d`, in place; parameters and state dict stay."""
+    """Give every ``nn.Conv2d`` of a model the class :class:`Conv2d`, in place; parameters and state dict stay.
+
+    Args:
+        model: any module. Convolutions whose ``padding_mode`` is not ``"zeros"`` still take whole images only.
+
+    Returns:
+        the same module. It takes plain tensors as before, and images ``[N, C, H, W]`` that are split.
+
+    Example:
+        >>> import torch, pixfuse.distributed  # doctest: +SKIP
+        >>> model = pixfuse.distributed.patch_convolutions(torch.nn.Conv2d(3, 8, 3, padding=1))  # doctest: +SKIP
+    """
     for module in model.modules():
         if type(module) is nn.Conv2d:
             module.__class__ = Conv2d
