@@ -19,9 +19,9 @@ runs on several::
 PyTorch's own convolution (2.13) gives wrong results for split rows. :func:`conv2d` and :func:`conv_transpose2d` are
 right, and :func:`patch_convolutions` puts the ``nn.Conv2d`` of a model on them.
 
-Shapes, dtypes and errors are those of the public functions, for the sizes of the whole image. Besides, a ValueError says
-that a shard does not have the rows that ``torch.chunk`` gives it, or that DTensors lie on different meshes. All processes
-must make the same calls in the same order, as for every collective.
+Shapes, dtypes and errors are those of the public functions, for the sizes of the whole image. Besides, a ValueError
+says that a shard does not have the rows that ``torch.chunk`` gives it, or that DTensors lie on different meshes. All
+processes must make the same calls in the same order, as for every collective.
 
 It is a module of its own because importing DTensor costs most of a second.
 """
