@@ -6,6 +6,7 @@ test_field.py has processes, threads and the workers of a DataLoader.
 
 from __future__ import annotations
 
+import copy
 import io
 import warnings
 from collections.abc import Callable
@@ -185,3 +186,80 @@ def test_jit_trace(op: str) -> None:
 def _gradient(call: Callable[[Tensor], Tensor], x: Tensor) -> list[Tensor]:
     y = call(x)
     return [y, *torch.autograd.grad(y.square().sum(), x)]
+
+
+def test_fx_has_the_ops_as_nodes() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = network()
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = pixfuse.upsample_nearest(self.body(x), 2)
+            return pixfuse.modulated_conv2d(y, W.float(), y.mean((2, 3)), padding=1)
+
+    model, x = Net(), picture(torch.float32, 12)
+    traced = torch.fx.symbolic_trace(model)
+    ops = [
+        node.target.__name__ for node in traced.graph.nodes if node.op == "call_function" and "torch" not in str(node)
+    ]
+    wanted = ["group_norm", "upfirdn2d", "bias_act", "interpolate", "filtered_lrelu"]
+    assert [op for op in ops if hasattr(pixfuse, op)] == [*wanted, "upsample_nearest", "modulated_conv2d"]
+    assert torch.equal(traced(x), model(x))
+    again = copy.deepcopy(traced)
+    assert torch.equal(again(x), model(x))
+
+
+# --- modes --------------------------------------------------------------------------------------------------------
+
+
+@every_op
+def test_inference_mode(op: str) -> None:
+    x = picture(torch.float32)
+    with torch.inference_mode():
+        y = OPS[op](x)
+    assert y.is_inference()
+    assert torch.equal(y, OPS[op](x))
+
+
+def test_shapes_on_the_meta_device() -> None:
+    """Without data: what tools that plan memory, or load weights later, ask."""
+    filtered = pnn.FilteredLReLU(4, [1, 3, 3, 1], [1, 3, 3, 1], up=2, down=2, padding=3)
+    resized = pnn.Upsample(scale_factor=1.5, mode="bicubic")
+    model = nn.Sequential(pnn.GroupNormSiLU(2, 4), pnn.Blur(up=2), pnn.FusedLeakyReLU(4), filtered, resized)
+    real = model(picture(torch.float32, 12).contiguous(memory_format=torch.channels_last))
+    x = torch.empty(2, 4, 12, 13, device="meta").contiguous(memory_format=torch.channels_last)
+    y = model.to("meta")(x)
+    assert y.is_meta
+    assert (y.shape, y.stride(), y.dtype) == (real.shape, real.stride(), real.dtype)
+
+
+@every_op
+def test_saved_tensors_may_be_kept_elsewhere(op: str) -> None:
+    """As offloading does it: what an op keeps for backward is packed, and unpacked once."""
+    packed: list[Tensor] = []
+
+    def unpack(i: int) -> Tensor:
+        found, packed[i] = packed[i], None  # type: ignore[call-overload]
+        return found
+
+    def pack(t: Tensor) -> int:
+        packed.append(t.clone())
+        return len(packed) - 1
+
+    x = picture(torch.float32).requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        y = OPS[op](x)
+    (got,) = torch.autograd.grad(y.square().sum(), x)
+    (wanted,) = torch.autograd.grad(OPS[op](x).square().sum(), x)
+    assert torch.equal(got, wanted)
+
+
+@every_op
+def test_anomaly_mode(op: str) -> None:
+    x = picture(torch.float32).requires_grad_()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it is slow
+        with torch.autograd.detect_anomaly():
+            (got,) = torch.autograd.grad(OPS[op](x).square().sum(), x)
+    assert torch.equal(got, torch.autograd.grad(OPS[op](x).square().sum(), x)[0])

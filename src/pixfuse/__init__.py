@@ -1,5 +1,7 @@
 """Fused, deterministic image-network ops for PyTorch, on CPU and GPU, without a toolchain at run time."""
 
+from torch import fx
+
 from . import compat
 from ._shared.library import backend, load_kernels
 from .bias_act import bias_act
@@ -33,3 +35,18 @@ __all__ = [
 
 load_kernels()
 del load_kernels
+
+for _op in (
+    "bias_act",
+    "conv2d_resample",
+    "downsample2d",
+    "filter2d",
+    "filtered_lrelu",
+    "group_norm",
+    "interpolate",
+    "modulated_conv2d",
+    "upfirdn2d",
+    "upsample2d",
+    "upsample_nearest",
+):
+    fx.wrap(_op)  # a node in the graphs of torch.fx, which has no tensors to check

@@ -18,6 +18,9 @@ from . import bias_act, filtered_lrelu, group_norm, interpolate, setup_filter, u
 
 __all__ = ["Blur", "FilteredLReLU", "FusedLeakyReLU", "GroupNorm", "GroupNormSiLU", "Upsample"]
 
+for _op in ("bias_act", "filtered_lrelu", "group_norm", "interpolate", "upfirdn2d"):
+    torch.fx.wrap(_op)
+
 Filter = Tensor | Sequence[float] | None
 
 
