@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
+import importlib.util
 import os
 import re
 import runpy
@@ -167,6 +169,52 @@ def test_networks_take_odd_settings(stylegan2):
     assert ws.shape == (3, 6, 16)
     assert d(pictures).shape == (3, 1)
     torch.testing.assert_close(g(z[:1], truncation=0.5)[0], pictures[:1])
+
+
+@pytest.fixture
+def benchmark(stylegan2, monkeypatch):
+    """benchmarks/stylegan2_config_e.py, on fresh modules of the example."""
+    monkeypatch.setattr(sys, "path", list(sys.path))  # it adds to it
+    path = EXAMPLES.parent / "benchmarks" / "stylegan2_config_e.py"
+    spec = importlib.util.spec_from_file_location("stylegan2_config_e", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def keep_gradients(net, found):
+    found += [p.grad.clone() for p in net.parameters()]
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_the_benchmark_compares_the_same_steps(benchmark, channels_last):
+    """The plain compositions that StyleGAN2's steps are timed on give the losses and gradients of pixfuse's."""
+    found = []
+    for ops in (benchmark.PLAIN, pixfuse):
+        benchmark.networks.pixfuse = ops
+        widths = benchmark.Widths(16, 128, 8, channels_last=channels_last)
+        training = benchmark.Training("cpu", widths, 8, 4, compiled=False)
+        losses, gradients = [], []
+        for m, adam in training.adam.items():
+            adam.step = functools.partial(keep_gradients, m, gradients)
+        for name in benchmark.STEPS:
+            torch.manual_seed(0)
+            losses.append(training.step(name))
+        found.append((losses, gradients))
+    assert len(found[0][1]) > 100
+    for kind in (0, 1):
+        for plain, ours in zip(found[0][kind], found[1][kind], strict=True):
+            torch.testing.assert_close(ours, plain, rtol=1e-3, atol=1e-4 * float(plain.abs().max()) + 1e-7)
+
+
+def test_the_benchmark_prints_its_table(benchmark, monkeypatch, capsys, tmp_path):
+    small = ["--device", "cpu", "--resolution", "8", "--base", "32", "--most", "4", "--profile", str(tmp_path / "p")]
+    monkeypatch.setattr(sys, "argv", ["x", *small, "--ops", "plain", "pixfuse", "--precision", "fp32"])
+    benchmark.main()
+    rows = [line.split("|")[1:-1] for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
+    assert [r[0].strip() for r in rows[-7:]] == ["ops", "plain", "plain", "pixfuse", "pixfuse", "target", "target"]
+    assert all(float(cell) > 0 for r in rows[-6:-2] for cell in r[3:8])
+    assert "convolution" in (tmp_path / "p").read_text()
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])

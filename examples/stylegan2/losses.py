@@ -43,7 +43,7 @@ def path_length_penalty(g: G, z: Tensor, mean: Tensor, mixing: float = 0.9, deca
     ``mean`` is a scalar tensor and is updated.
     """
     pictures, ws = g(z, mixing)
-    noise = torch.randn_like(pictures) / math.sqrt(pictures.shape[2] * pictures.shape[3])
+    noise = torch.randn(pictures.shape, device=pictures.device) / math.sqrt(pictures.shape[2] * pictures.shape[3])
     (slope,) = torch.autograd.grad((pictures * noise).sum(), [ws], create_graph=True)
     lengths = slope.square().sum(2).mean(1).sqrt()
     mean.lerp_(lengths.detach().mean(), decay)
