@@ -67,7 +67,7 @@ class Training:
         self.length = torch.zeros((), device=device)
         self.done = 0
         self.gamma = args.gamma or 0.0002 * args.resolution**2 / (args.batch * world)
-        self.memory = 0.5 ** (args.batch * world / 10_000)  # of the averaged weights: half of it lasts 10,000 pictures
+        self.pictures = args.batch * world  # of a step
         self.call_g: nn.Module = self.g
         self.call_d: nn.Module = self.d
         if world > 1:
@@ -101,11 +101,13 @@ class Training:
         if self.done % R1_EVERY == 0:
             self._update(losses.r1_penalty(self.call_d, real, self.gamma) * R1_EVERY, self.d_adam)
 
+        self.done += 1
+        # Half of the averaged weights' memory is 10,000 pictures long, or at first a twentieth of those seen.
+        memory = 0.5 ** (1 / min(10_000 / self.pictures, 0.05 * self.done))
         with torch.no_grad():
             for a, p in zip(self.average.parameters(), self.g.parameters(), strict=True):
-                a.lerp_(p, 1 - self.memory)
+                a.lerp_(p, 1 - memory)
             self.average.mapping.mean.copy_(self.g.mapping.mean)
-        self.done += 1
         return {"G": g_loss.item(), "D": d_loss.item()}
 
     @staticmethod
