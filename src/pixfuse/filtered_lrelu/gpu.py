@@ -55,22 +55,17 @@ def _loaded(ptr, row, height, column, width, inner, ROWS: tl.constexpr, COLUMNS:
 
 
 @triton.jit
-def _with_bias(values, row, height, column, width, bias, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def _biased_rows(
+    values, row, height, column, width, bias, BIAS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
     rows = ()
     for r in tl.static_range(ROWS):
         inside = (row + r).to(tl.uint32, bitcast=True) < height.to(tl.uint32)
         for c in tl.static_range(COLUMNS):
             mask = inside & ((column + c).to(tl.uint32, bitcast=True) < width.to(tl.uint32))
-            rows = rows + (tl.where(mask, values[r * COLUMNS + c].to(tl.float32) + bias, 0.0),)
+            value = values[r * COLUMNS + c].to(tl.float32)
+            rows = rows + (tl.where(mask, value + bias, 0.0) if BIAS else value,)
     return rows
-
-
-@triton.jit
-def _float32(values):
-    out = ()
-    for i in tl.static_range(len(values)):
-        out = out + (values[i].to(tl.float32),)
-    return out
 
 
 @triton.jit
@@ -184,6 +179,7 @@ def _filtered_lrelu_kernel(
     INNER: tl.constexpr,
     B: tl.constexpr,
     STEP: tl.constexpr,
+    AHEAD: tl.constexpr,
     OUT_UNIT: tl.constexpr,
     THREADS: tl.constexpr,
 ):
@@ -200,9 +196,10 @@ def _filtered_lrelu_kernel(
     V_ROWS: tl.constexpr = (STEP + KV - 2 - PAD_VY) // UV + 1
     NEW: tl.constexpr = STEP // D  # output rows completed by a step
     OLD: tl.constexpr = (KD - 1) // D  # and those begun before it
-    # The first steps only fill the registers.
-    X_WARM: tl.constexpr = (X_ROWS + STEP // UX - 1) // (STEP // UX)
-    V_WARM: tl.constexpr = (V_ROWS + STEP // UV - 1) // (STEP // UV)
+    # The first steps only fill the registers. AHEAD: a step computes with the rows that the step before has loaded,
+    # so that those of the next step are on their way meanwhile.
+    X_WARM: tl.constexpr = (X_ROWS + STEP // UX - 1) // (STEP // UX) - 1 + AHEAD
+    V_WARM: tl.constexpr = (V_ROWS + STEP // UV - 1) // (STEP // UV) - 1 + AHEAD
     WARM: tl.constexpr = V_WARM if TWO and V_WARM > X_WARM else X_WARM
 
     out_w = out_w_units * OUT_UNIT
@@ -223,14 +220,15 @@ def _filtered_lrelu_kernel(
     x_weights = _weights(fx_ptr, KX, FLIP_X, THREADS)
     d_weights = _weights(fd_ptr, KD, FLIP_D, THREADS)
     # A thread too many begins below the image, where it loads nothing.
-    x_row = tl.where(alive, segment * (out_rows * D // UX) - shift_xy + X_ROWS - WARM * (STEP // UX), x_h)
+    FIRST: tl.constexpr = WARM + 1 - AHEAD  # steps before the rows of a segment's first output
+    x_row = tl.where(alive, segment * (out_rows * D // UX) - shift_xy + X_ROWS - FIRST * (STEP // UX), x_h)
     x_column = block * (B * D // UX) - shift_xx
     x_ptr += ((plane * x_h + x_row) * x_w + x_column) * inner + channel
     x_rows = _zeros(X_ROWS * X_COLUMNS, THREADS, tl.float32)
     x_next = _zeros(STEP // UX * X_COLUMNS, THREADS, x_ptr.dtype.element_ty)
     if TWO:
         v_weights = _weights(fv_ptr, KV, FLIP_V, THREADS)
-        v_row = tl.where(alive, segment * (out_rows * D // UV) - shift_vy + V_ROWS - WARM * (STEP // UV), v_h)
+        v_row = tl.where(alive, segment * (out_rows * D // UV) - shift_vy + V_ROWS - FIRST * (STEP // UV), v_h)
         v_column = block * (B * D // UV) - shift_vx
         v_ptr += ((plane * v_h + v_row) * v_w + v_column) * inner + channel
         v_rows = _zeros(V_ROWS * V_COLUMNS, THREADS, tl.float32)
@@ -240,19 +238,23 @@ def _filtered_lrelu_kernel(
     sums = _zeros(OLD * B, THREADS, tl.float32)
 
     for step in range(steps):
-        # What the last step loaded comes in, and what the next one needs is on its way while this one computes.
-        if BIAS:
-            x_rows = x_rows[STEP // UX * X_COLUMNS :] + _with_bias(
-                x_next, x_row - STEP // UX, x_h, x_column, x_w, bias, STEP // UX, X_COLUMNS
-            )
-        else:
-            x_rows = x_rows[STEP // UX * X_COLUMNS :] + _float32(x_next)
-        x_next = _loaded(x_ptr, x_row, x_h, x_column, x_w, inner, STEP // UX, X_COLUMNS)
+        if not AHEAD:
+            x_next = _loaded(x_ptr, x_row, x_h, x_column, x_w, inner, STEP // UX, X_COLUMNS)
+        x_rows = x_rows[STEP // UX * X_COLUMNS :] + _biased_rows(
+            x_next, x_row - AHEAD * (STEP // UX), x_h, x_column, x_w, bias, BIAS, STEP // UX, X_COLUMNS
+        )
+        if AHEAD:
+            x_next = _loaded(x_ptr, x_row, x_h, x_column, x_w, inner, STEP // UX, X_COLUMNS)
         x_row += STEP // UX
         x_ptr += tl.cast(x_w, tl.int64) * (STEP // UX) * inner
         if TWO:
-            v_rows = v_rows[STEP // UV * V_COLUMNS :] + _float32(v_next)
-            v_next = _loaded(v_ptr, v_row, v_h, v_column, v_w, inner, STEP // UV, V_COLUMNS)
+            if not AHEAD:
+                v_next = _loaded(v_ptr, v_row, v_h, v_column, v_w, inner, STEP // UV, V_COLUMNS)
+            v_rows = v_rows[STEP // UV * V_COLUMNS :] + _biased_rows(
+                v_next, v_row, v_h, v_column, v_w, 0.0, False, STEP // UV, V_COLUMNS
+            )
+            if AHEAD:
+                v_next = _loaded(v_ptr, v_row, v_h, v_column, v_w, inner, STEP // UV, V_COLUMNS)
             v_row += STEP // UV
             v_ptr += tl.cast(v_w, tl.int64) * (STEP // UV) * inner
         if step >= WARM:
@@ -516,13 +518,13 @@ def _plan(
         return None
     streams = (x, v) if v else (x,)
     step = math.lcm(down, *(s.up for s in streams))
-    block = _block(streams, down, taps, step)
+    block, ahead = _block(streams, down, taps, step)
     if block == 0:
         return None
     planes, inner = (n, c) if channels_last else (n * c, 1)
     blocks = -(-out_w // block)
     new, old = step // down, (taps - 1) // down
-    warm = max(-(-_span(s.taps, step, s.pad_y % s.up, s.up) // (step // s.up)) for s in streams)
+    warm = max(-(-_span(s.taps, step, s.pad_y % s.up, s.up) // (step // s.up)) for s in streams) - 1 + ahead
     segments = _segments(max(planes * blocks * inner, 1), out_h, old + warm * new // 2)
     out_rows = -(-out_h // (segments * new)) * new  # of a segment, which begins where a step does
     segments, steps = -(-out_h // out_rows), warm + -(-(out_rows + old) // new)
@@ -543,7 +545,7 @@ def _plan(
         (
             *(dtypes[-1] is not None, len(streams) == 2, x.up, x.taps, x.pad_y % x.up, x.pad_x % x.up, x.flip),
             *(v.up, v.taps, v.pad_y % v.up, v.pad_x % v.up, v.flip, down, taps, flip),
-            *(0 <= slope <= 1, limit < math.inf, channels_last, block, step, unit, _THREADS),
+            *(0 <= slope <= 1, limit < math.inf, channels_last, block, step, ahead, unit, _THREADS),
         ),
         num_warps=_THREADS // 32,
     )
@@ -563,8 +565,12 @@ def _span(taps: int, samples: int, pad: int, up: int) -> int:
     return (samples + taps - 2 - pad) // up + 1
 
 
-def _block(streams: tuple[_Stream, ...], down: int, taps: int, step: int) -> int:
-    """The output columns of a thread: the most that its registers hold, 0 if none."""
+def _block(streams: tuple[_Stream, ...], down: int, taps: int, step: int) -> tuple[int, int]:
+    """The output columns of a thread, the most that its registers hold (0 if none), and whether it loads ahead.
+
+    Where its values spill already, loading ahead costs more than it saves: 5.7 instead of 3.3 ms for the backward of
+    the second row in docs/measurements/h200-fir.md.
+    """
     for block in (8, 4, 2, 1):
         width = (block - 1) * down + taps
         held = -(-taps // down) * block + width + taps
@@ -574,5 +580,5 @@ def _block(streams: tuple[_Stream, ...], down: int, taps: int, step: int) -> int
         if block * down % step:
             continue
         if held <= _REGISTERS or (block * down == step and held <= _SPILLING):
-            return block
-    return 0
+            return block, int(held <= _REGISTERS)
+    return 0, 0
