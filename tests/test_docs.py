@@ -33,6 +33,7 @@ DOCUMENTS = ("README.md", "CONTRIBUTING.md")
 ELSEWHERE = {
     "pip install .": "tests/test_wheel.py",
     "pip install '.[cli]'": "tests/test_wheel.py",
+    "pixfuse tune": "tests/test_tuning.py, as it needs a GPU",
     "pre-commit install": "nothing: it changes the checkout's git hooks",
     "cmake -S . -B build/dev -G Ninja && ninja -C build/dev": "pip runs the same CMake project in tests/test_wheel.py",
     ".venv/bin/python -m pytest src/pixfuse/group_norm": "this very suite",
