@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import pixfuse
-from pixfuse._shared.testing import Case, check_values_and_gradients, random_like
+from pixfuse._shared.testing import Case, check_forward_mode, check_values_and_gradients, random_like
 from pixfuse.bias_act import cases as bias_act
 from pixfuse.filtered_lrelu import cases as filtered_lrelu
 from pixfuse.group_norm import cases as group_norm
@@ -48,6 +48,11 @@ def test_the_fast_path_is_taken(op: str, dtype: torch.dtype) -> None:
 @every_case
 def test_values_and_gradients(function: Callable[..., Tensor], case: Case) -> None:
     check_values_and_gradients(function, case, "cuda")
+
+
+@every_case
+def test_forward_mode(function: Callable[..., Tensor], case: Case) -> None:
+    check_forward_mode(function, case, "cuda")
 
 
 def _everything(

@@ -149,6 +149,28 @@ def _orders(
     return found
 
 
+def check_forward_mode(function: Callable[..., Tensor], case: Case, device: str = "cpu") -> None:
+    """The value beside a tangent is the op's own to the last bit, and the tangent keeps the rule, in every dtype."""
+
+    def jvp(tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        values = tuple(t.detach() for t in tensors.values())
+        tangents = tuple(random_like(v, 7 + i) for i, v in enumerate(values))
+        found = torch.func.jvp(lambda *v: case.run(function, dict(zip(tensors, v, strict=True))), values, tangents)
+        return found[0], found[1]
+
+    for dtype, channels_last in zip(DTYPES, (False, True, False, True), strict=True):
+        made = case.tensors(dtype, channels_last, device)
+        with by_definition():
+            truth = jvp({k: t.double() for k, t in made.items()})[1]
+            plain = jvp(made)[1]
+        value, tangent = jvp(made)
+        label = f"{case.id} {dtype} tangent"
+        with torch.no_grad():
+            assert torch.equal(value, case.run(function, made)), f"{label}: another value"
+        assert tangent.dtype == dtype, label
+        assert_within(tangent, plain, truth, label)
+
+
 def check_gradcheck(function: Callable[..., Tensor], case: Case) -> None:
     """First and second derivatives against finite differences."""
     made = case.tensors(torch.float64)
@@ -414,6 +436,7 @@ def check_empty(function: Callable[..., Tensor], case: Case) -> None:
 
 CHECKS: tuple[Check, ...] = (
     check_values_and_gradients,
+    check_forward_mode,
     check_gradcheck,
     check_masks,
     check_strides,
