@@ -84,7 +84,7 @@ def resample(
     checks.flag(op, "flip_filter", flip_filter)
     fw, fh = filter_size(f)
     x0, x1, y0, y1 = padding
-    _, _, height, width = x.shape
+    n, c, height, width = x.shape
     height, width = height * up[1] + y0 + y1, width * up[0] + x0 + x1
     if height < fh or width < fw:
         checks.refuse(
@@ -94,8 +94,9 @@ def resample(
             checks.words(f"height {height} and width {width}"),
         )
     out_h, out_w = (height - fh) // down[1] + 1, (width - fw) // down[0] + 1
-    checks.result_size(op, "up or padding", (*x.shape[:2], out_h, out_w), (up, padding))
-    down = (effective_step(down[0], out_w), effective_step(down[1], out_h))
+    checks.result_size(op, "up or padding", (n, c, out_h, out_w), (up, padding))
+    if max(down) > _MANY_PHASES:
+        down = (effective_step(down[0], out_w), effective_step(down[1], out_h))
     y: Tensor = _value(x, f, *up, *down, x0, y0, out_w, out_h, flip_filter, gain)
     return y
 
