@@ -10,6 +10,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 
+import commands  # noqa: E402
 import gallery  # noqa: E402
 import latex2mathml.converter  # noqa: E402
 import speed  # noqa: E402
@@ -21,7 +22,7 @@ author = "the authors of pixfuse"
 copyright = "2026, the authors of pixfuse"
 version = release = pixfuse.__version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
-exclude_patterns = ["_build"]
+exclude_patterns = ["_build", "_static"]
 myst_enable_extensions = ["dollarmath", "amsmath", "colon_fence"]
 myst_heading_anchors = 3
 autodoc_typehints = "none"  # the signatures have them
@@ -62,6 +63,7 @@ def make_pictures(app):
     """Everything that the pages show and is not kept in the repository."""
     folder = HERE / "_static" / "made"
     folder.mkdir(parents=True, exist_ok=True)
+    commands.make(folder / "commands.md")
     gallery.make(folder)
     speed.make(HERE / "measurements" / "cpu.md", folder / "cpu.svg")
 
