@@ -1,4 +1,4 @@
-"""The losses of StyleGAN2: non-saturating logistic, R1 and path length. Each is the scalar to call ``backward`` on.
+"""The losses of StyleGAN2: non-saturating logistic, R1 and path length. Each scalar is to call ``backward`` on.
 
 G gives ``(pictures, ws)`` and D gives logits; both may be wrapped in ``DistributedDataParallel``. That waits for the
 gradient of every parameter, so a regulariser also adds what it does not depend on, times 0.
@@ -7,7 +7,7 @@ gradient of every parameter, so a regulariser also adds what it does not depend 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
@@ -22,11 +22,12 @@ def generator_loss(g: G, d: D, z: Tensor, mixing: float = 0.9) -> Tensor:
     return F.softplus(-d(g(z, mixing)[0])).mean()
 
 
-def discriminator_loss(g: G, d: D, z: Tensor, real: Tensor, mixing: float = 0.9) -> Tensor:
-    """Real pictures above, generated ones below."""
+def discriminator_losses(g: G, d: D, z: Tensor, real: Tensor, mixing: float = 0.9) -> Iterator[Tensor]:
+    """Generated pictures below, then real ones above: two losses, so that one graph at a time takes memory."""
     with torch.no_grad():
         fake, _ = g(z, mixing)
-    return F.softplus(d(fake)).mean() + F.softplus(-d(real)).mean()
+    yield F.softplus(d(fake)).mean()
+    yield F.softplus(-d(real)).mean()
 
 
 def r1_penalty(d: D, real: Tensor, gamma: float) -> Tensor:

@@ -13,7 +13,7 @@ import argparse
 import contextlib
 import copy
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -88,18 +88,16 @@ class Training:
         z = torch.randn(len(real), self.args.most, device=self.device)
 
         self.d.requires_grad_(False)
-        g_loss = losses.generator_loss(self.call_g, self.d, z)
-        self._update(g_loss, self.g_adam)
+        g_loss = self._update([losses.generator_loss(self.call_g, self.d, z)], self.g_adam)
         if self.done % PL_EVERY == 0:
             fewer = torch.randn(max(1, len(real) // 2), self.args.most, device=self.device)
             penalty = losses.path_length_penalty(self.call_g, fewer, self.length)
-            self._update(penalty * (2 * PL_EVERY), self.g_adam)
+            self._update([penalty * (2 * PL_EVERY)], self.g_adam)
         self.d.requires_grad_(True)
 
-        d_loss = losses.discriminator_loss(self.g, self.call_d, torch.randn_like(z), real)
-        self._update(d_loss, self.d_adam)
+        d_loss = self._update(losses.discriminator_losses(self.g, self.call_d, torch.randn_like(z), real), self.d_adam)
         if self.done % R1_EVERY == 0:
-            self._update(losses.r1_penalty(self.call_d, real, self.gamma) * R1_EVERY, self.d_adam)
+            self._update([losses.r1_penalty(self.call_d, real, self.gamma) * R1_EVERY], self.d_adam)
 
         self.done += 1
         # Half of the averaged weights' memory is 10,000 pictures long, or at first a twentieth of those seen.
@@ -108,17 +106,23 @@ class Training:
             for a, p in zip(self.average.parameters(), self.g.parameters(), strict=True):
                 a.lerp_(p, 1 - memory)
             self.average.mapping.mean.copy_(self.g.mapping.mean)
-        return {"G": g_loss.item(), "D": d_loss.item()}
+        return {"G": g_loss, "D": d_loss}
 
     @staticmethod
-    def _update(loss: Tensor, adam: torch.optim.Adam) -> None:
+    def _update(losses: Iterable[Tensor], adam: torch.optim.Adam) -> float:
+        """A step along the gradient of a sum. Returns the sum."""
         adam.zero_grad()
-        loss.backward()
+        total = 0.0
+        for loss in losses:
+            loss.backward()
+            total += loss.item()
+            del loss
         for group in adam.param_groups:
             for p in group["params"]:
                 if p.grad is not None:  # float16 may overflow
                     p.grad.nan_to_num_(0, 1e5, -1e5)
         adam.step()
+        return total
 
     def _parts(self) -> dict[str, Any]:
         names = ("g", "d", "average", "g_adam", "d_adam")

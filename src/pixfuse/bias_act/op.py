@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .._shared import checks
@@ -119,16 +120,16 @@ def _value_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
 
 def _value_jvp(tangents: Sequence[Tensor | None], args: list[Any], outputs: Any) -> Tensor | None:
     x, b, *scalars = args
-    v = _spread(tangents[0], tangents[1], x, scalars[0])
+    v = _spread(tangents[0], tangents[1], x.shape, x.dtype, scalars[0])
     return None if v is None else _first(v, x, b, None, *scalars, is_channels_last(x), False)[0]
 
 
-def _spread(v: Tensor | None, vb: Tensor | None, x: Tensor, dim: int) -> Tensor | None:
+def _spread(v: Tensor | None, vb: Tensor | None, shape: Sequence[int], dtype: torch.dtype, dim: int) -> Tensor | None:
     """The change of ``x + b`` for changes ``v`` of x and ``vb`` of b."""
     if vb is None or vb.numel() == 0:
         return v
-    spread = vb.to(x.dtype).reshape([-1 if d == dim else 1 for d in range(x.dim())])
-    return spread.expand_as(x) if v is None else v + spread
+    spread = vb.to(dtype).reshape([-1 if d == dim else 1 for d in range(len(shape))])
+    return spread.expand(shape) if v is None else v + spread
 
 
 # --- rules of the first derivative ----------------------------------------------------------------------------
@@ -153,7 +154,8 @@ def _first_fake(
 
 def _first_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     dy, x, b, y = inputs[:4]
-    ctx.save_for_backward(dy, x, b, y)
+    ctx.save_for_backward(dy if x is not None else None, x, b, y)  # only a curvature asks for dy
+    ctx.shape, ctx.dtype, ctx.channels_last = dy.shape, dy.dtype, is_channels_last(dy)
     ctx.scalars = inputs[4:9]
     ctx.set_materialize_grads(False)
 
@@ -161,11 +163,11 @@ def _first_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 def _first_backward(ctx: Any, ddx: Tensor | None, ddb: Tensor | None) -> tuple[Tensor | None, ...]:
     dy, x, b, y = ctx.saved_tensors
     dim, act = ctx.scalars[:2]
-    v = _spread(ddx, ddb, dy, dim)
+    v = _spread(ddx, ddb, ctx.shape, ctx.dtype, dim)
     ddy = dx = db = None
     if v is not None:
         if ctx.needs_input_grad[0]:
-            ddy = _first(v, x, b, y, *ctx.scalars, is_channels_last(dy), False)[0]
+            ddy = _first(v, x, b, y, *ctx.scalars, ctx.channels_last, False)[0]
         if x is not None and ACTIVATIONS[act].curvature is not None and any(ctx.needs_input_grad[1:3]):
             dx = _second(v, dy, x, b, *ctx.scalars)
             if ctx.needs_input_grad[2]:
@@ -176,7 +178,7 @@ def _first_backward(ctx: Any, ddx: Tensor | None, ddb: Tensor | None) -> tuple[T
 def _first_jvp(tangents: Sequence[Tensor | None], args: list[Any], outputs: Any) -> tuple[Tensor | None, Tensor | None]:
     dy, x, b, y, dim, act, alpha, gain, clamp, channels_last, need_db = args
     scalars = (dim, act, alpha, gain, clamp)
-    v = None if x is None else _spread(tangents[1], tangents[2], x, dim)
+    v = None if x is None else _spread(tangents[1], tangents[2], x.shape, x.dtype, dim)
     dx = db = None
     if tangents[0] is not None:
         dx, db = _first(tangents[0], x, b, y, *scalars, channels_last, need_db)
