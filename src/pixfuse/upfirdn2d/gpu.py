@@ -74,7 +74,8 @@ def _join(t, N: tl.constexpr):  # N times [L] -> [L, N]
         return tl.join(even, odd).reshape([L, 8])
 
 
-@triton.jit
+# Not specialised: what only counts. A network has images of many sizes, and each kernel takes two seconds to compile.
+@triton.jit(do_not_specialize=["planes", "in_h", "out_h", "shift_y", "shift_x", "tiles_y", "tiles_x", "log_y", "log_x"])
 def _polyphase_kernel(
     x_ptr,
     f_ptr,
@@ -89,6 +90,8 @@ def _polyphase_kernel(
     shift_x,
     tiles_y,
     tiles_x,
+    log_y,
+    log_x,
     gain,
     KX: tl.constexpr,
     KY: tl.constexpr,
@@ -108,14 +111,13 @@ def _polyphase_kernel(
     WIDE_STORES: tl.constexpr,
     INNER: tl.constexpr,
     VECTOR: tl.constexpr,
-    TX: tl.constexpr,
-    TY: tl.constexpr,
     THREADS: tl.constexpr,
 ):
     # A thread owns BY x BX outputs of a plane (channels_last: of VECTOR channels) and reads each input of their
     # window once, all at the start. Every output phase is written out, so a tap's weight is a register known at
-    # compile time and the zeros between the inputs cost nothing. A program is TX threads along a row times TY rows
-    # of blocks times THREADS / (TX * TY) planes: wide enough for whole cache lines, high enough to share the halo.
+    # compile time and the zeros between the inputs cost nothing. A program is 2**log_x threads along
+    # a row times 2**log_y rows of blocks times as many planes as that leaves of THREADS: wide enough for whole cache
+    # lines, high enough to share the halo.
     # In a contiguous image the inputs of a block (SX of them) are one vector load, and the outputs one vector store;
     # that needs rows that are whole blocks (WIDE_LOADS, WIDE_STORES; widths come in units so that Triton sees it).
     SX: tl.constexpr = BX * DX // UX
@@ -129,9 +131,9 @@ def _polyphase_kernel(
     out_w = out_w_units * OUT_UNIT
     pid = tl.program_id(0)
     thread = tl.arange(0, THREADS)
-    column = pid % tiles_x * TX + thread % TX
-    row = pid // tiles_x % tiles_y * TY + thread // TX % TY
-    plane = pid // tiles_x // tiles_y * (THREADS // (TX * TY)) + thread // (TX * TY)
+    column = (pid % tiles_x << log_x) + (thread & (1 << log_x) - 1)
+    row = (pid // tiles_x % tiles_y << log_y) + (thread >> log_x & (1 << log_y) - 1)
+    plane = pid // tiles_x // tiles_y * (THREADS >> log_x + log_y) + (thread >> log_x + log_y)
     if INNER:
         blocks = inner // VECTOR
         channel = column % blocks * VECTOR
@@ -145,7 +147,7 @@ def _polyphase_kernel(
 
     # the window
     i = row * SY - shift_y
-    j = column * SX - shift_x
+    j = (column - shift_x) * SX if WIDE_LOADS else column * SX - shift_x
     x_ptr += ((plane.to(tl.int64) * in_h + i) * in_w + j) * inner + channel
     window = ()
     for r in tl.static_range(ROWS):
@@ -463,7 +465,7 @@ def _polyphase(
     wide_stores = not channels_last and block_x in (2, 4, 8) and out_w % block_x == 0
     # Padding splits into whole steps, which are a shift of the window, and a rest that the kernel knows.
     step = up_x * step_x if wide_loads else up_x
-    shift_x, rest_x = pad_x // step * (step // up_x), pad_x % step
+    shift_x, rest_x = pad_x // step, pad_x % step
     shift_y, rest_y = pad_y // up_y, pad_y % up_y
     blocks_x = -(-out_w // block_x) * (inner // vector)
     blocks_y = -(-out_h // block_y)
@@ -474,10 +476,13 @@ def _polyphase(
     return Launch(
         _polyphase_kernel,
         tiles_x * tiles_y * -(-planes // (threads // (tile_x * tile_y))) if inner else 0,
-        (planes, h, w // in_unit, inner, out_h, out_w // out_unit, shift_y, shift_x, tiles_y, tiles_x, gain),
+        (
+            *(planes, h, w // in_unit, inner, out_h, out_w // out_unit, shift_y, shift_x, tiles_y, tiles_x),
+            *(tile_y.bit_length() - 1, tile_x.bit_length() - 1, gain),
+        ),
         (
             *(kx, ky, separable, flip, up_x, up_y, down_x, down_y, rest_x, rest_y, block_x, block_y, in_unit, out_unit),
-            *(wide_loads, wide_stores, channels_last, vector, tile_x, tile_y, threads),
+            *(wide_loads, wide_stores, channels_last, vector, threads),
         ),
         num_warps=threads // 32,
     )
