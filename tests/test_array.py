@@ -71,10 +71,15 @@ def test_arrays_in_and_out(op: str, kind: Any) -> None:
 
 def test_nothing_is_copied() -> None:
     seen = []
-    same = pixfuse.array.on_arrays(lambda x: seen.append(x.data_ptr()) or x)
+
+    def plus_one(x: torch.Tensor) -> torch.Tensor:
+        y = x + 1
+        seen.extend((x.data_ptr(), y.data_ptr()))
+        return y
+
     x = X.copy()
-    y = same(x)
-    assert seen == [x.__array_interface__["data"][0]] == [y.__array_interface__["data"][0]]
+    y = pixfuse.array.on_arrays(plus_one)(x)
+    assert seen == [a.__array_interface__["data"][0] for a in (x, y)]
 
 
 def test_layout_and_dtype_are_kept() -> None:
@@ -96,3 +101,20 @@ def test_refusals() -> None:
         pixfuse.array.filter2d(X[:, :, ::-1], F)
     with pytest.raises(TypeError, match=r"filter2d: x must be an array with a namespace .*, got torch.Tensor"):
         pixfuse.array.filter2d(torch.from_numpy(X), F)
+
+
+def test_a_result_is_never_the_memory_of_x() -> None:
+    """bias_act with nothing to do gives a tensor back as it is; an array may be a file that is mapped to be read."""
+    x = np.zeros((2, 2), np.float32)
+    x.flags.writeable = False
+    y = pixfuse.array.bias_act(x)
+    assert not np.shares_memory(x, y)
+    assert np.array_equal(x, y)
+
+
+def test_arrays_that_dlpack_cannot_share() -> None:
+    with pytest.raises(TypeError, match="bias_act: arrays must have no mask, got a masked array"):
+        pixfuse.array.bias_act(np.ma.masked_array(np.zeros((2, 2), np.float32), mask=np.eye(2)))
+    for array in (np.zeros((2, 2), ">f4"), np.zeros((2, 2), object)):
+        with pytest.raises(TypeError, match="bias_act: arrays must be such that DLPack can share them, got"):
+            pixfuse.array.bias_act(array)

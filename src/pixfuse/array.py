@@ -1,8 +1,8 @@
-"""The ops on arrays of other libraries: NumPy, CuPy, JAX and whatever else speaks DLPack.
+"""The ops on arrays of other libraries: NumPy, CuPy, JAX and whatever else has DLPack and the array API's namespace.
 
 Arrays go in and the result comes out without a copy, on the device where they are: memory is shared and nothing moves
-between devices. An array that can't be shared as it is (a reversed axis, a device that torch doesn't know) is refused.
-Nothing is differentiated.
+between devices. The result is memory of its own. An array that can't be shared as it is (a mask, a reversed axis, bytes
+swapped, a device that torch doesn't know) is refused. Nothing is differentiated.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -46,16 +47,24 @@ def on_arrays(function: Callable[..., Tensor]) -> Callable[..., Any]:
             return value
         if any(step < 0 for step in getattr(value, "strides", None) or ()):  # torch would end the process
             raise ValueError(f"{function.__name__}: arrays must have no reversed axis, got strides {value.strides}")
-        return torch.utils.dlpack.from_dlpack(value)
+        if np.ma.isMaskedArray(value):  # DLPack would drop the mask
+            raise TypeError(f"{function.__name__}: arrays must have no mask, got a masked array")
+        try:
+            return torch.utils.dlpack.from_dlpack(value)
+        except (BufferError, RuntimeError, TypeError) as error:
+            got = f"{getattr(value, 'dtype', type(value).__name__)} ({error})"
+            words = f"{function.__name__}: arrays must be such that DLPack can share them, got {got}"
+            raise TypeError(words) from error
 
     @functools.wraps(function)
     def call(x: Any, *args: Any, **kwargs: Any) -> Any:
         if not hasattr(x, "__array_namespace__"):
             name = f"{type(x).__module__}.{type(x).__name__}"
             raise TypeError(f"{function.__name__}: x must be an array with a namespace (array API), got {name}")
+        image = tensor(x)
         with torch.no_grad():
-            y = function(tensor(x), *map(tensor, args), **{k: tensor(v) for k, v in kwargs.items()})
-        return x.__array_namespace__().from_dlpack(y)
+            y = function(image, *map(tensor, args), **{k: tensor(v) for k, v in kwargs.items()})
+        return x.__array_namespace__().from_dlpack(y.clone() if y is image else y)  # x may be memory to read only
 
     return call
 

@@ -168,7 +168,8 @@ def _check_image(op: str, x: Any) -> None:
     if not isinstance(x, Tensor):
         checks.refuse(op, "x", "be a tensor", checks.words(type(x).__name__), TypeError)
     if x.dtype not in checks.FLOATS and x.dtype not in _INTEGERS:
-        checks.refuse(op, "x", "be floating (float64, float32, bfloat16, float16), bool or an integer", x, TypeError)
+        wanted = "be floating (float64, float32, bfloat16, float16), bool, uint8 or a signed integer"
+        checks.refuse(op, "x", wanted, x, TypeError)
     checks.strided(op, "x", x)
     if x.dim() not in (3, 4, 5):
         got = checks.words(f"{x.dim()}-D of shape {list(x.shape)}")
