@@ -200,3 +200,16 @@ torch.save(model(torch.load({str(tmp_path / "style.pt")!r})), {str(tmp_path / "p
     assert done.returncode == 0, done.stderr
     with torch.no_grad():
         torch.testing.assert_close(torch.load(tmp_path / "pictures.pt"), model(style))
+
+
+@pytest.mark.parametrize("act", ["softplus", "swish", "sigmoid", "tanh", "elu", "selu"])
+def test_activations_far_from_zero_in_onnx(act: str, tmp_path: Path) -> None:
+    class Model(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return pixfuse.bias_act(x, act=act, gain=1)
+
+    x = torch.tensor([[-1000.0, -100.0, -20.0, 0.0, 20.0, 88.0, 90.0, 1000.0]])
+    file = str(tmp_path / "act.onnx")
+    pixfuse.onnx.export(Model(), (x,), file, input_names=["x"], verbose=False)
+    (y,) = onnxruntime.InferenceSession(file).run(None, {"x": x.numpy()})
+    torch.testing.assert_close(torch.from_numpy(y), Model()(x), rtol=1e-6, atol=1e-6)

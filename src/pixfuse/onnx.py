@@ -2,8 +2,9 @@
 
 An op leaves the program as a composition of PyTorch's own operators, written for runtimes: filters are convolutions,
 resizes gather with tables that follow from the sizes (and become constants where the sizes are fixed). They compute
-what the op does, up to the rounding of their sums; an exact half in an integer picture may fall either way. ``export``
-needs ``pip install 'pixfuse[onnx]'``.
+what the op does, up to the rounding of their sums; an exact half in an integer picture may fall either way. Numbers
+among the arguments are float32 in ONNX, and onnxruntime has no float64 convolution: export models of float32 or less.
+``export`` needs ``pip install 'pixfuse[onnx]'``.
 """
 
 from __future__ import annotations

@@ -94,7 +94,7 @@ ACTIVATIONS = (
     ),
     Activation(
         "softplus",
-        lambda t, a: torch.logaddexp(t, torch.zeros_like(t)),
+        lambda t, a: F.softplus(t, threshold=40.0),  # t itself from where the rest is below half an ulp of float64
         lambda t, a: t.sigmoid(),
         _sigmoid_slope,
         0.0,
