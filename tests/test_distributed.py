@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import pixfuse
@@ -140,6 +140,7 @@ CALLS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "same rows": lambda x, p, f: resized(x, p, f, size=[x.shape[2], 3], mode="bicubic"),
     "conv2d": lambda x, p, f: convolved(x, p, f, padding=1),
     "conv2d same": lambda x, p, f: convolved(x, p, f, k=2, padding="same"),
+    "conv2d valid": lambda x, p, f: convolved(x, p, f, stride=2, padding="valid"),
     "conv2d stride": lambda x, p, f: convolved(x, p, f, stride=2, padding=1),
     "conv2d dilation": lambda x, p, f: convolved(x, p, f, dilation=[2, 1], padding=[3, 0]),
     "conv2d wide": lambda x, p, f: convolved(x, p, f, k=1, stride=[3, 1], padding=[1, 2]),
@@ -151,7 +152,14 @@ CALLS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
         x, (p[:, None] * p)[:, :, None, None].expand(-1, -1, 3, 3).to(x.dtype), f.detach().float(), up=2, padding=1
     ),
 }
-NEED_ROWS = ("upfirdn2d", "upfirdn2d both", "downsample2d", "filtered_lrelu down", "modulated_conv2d apart")
+NEED_ROWS = (
+    "conv2d valid",
+    "upfirdn2d",
+    "upfirdn2d both",
+    "downsample2d",
+    "filtered_lrelu down",
+    "modulated_conv2d apart",
+)
 ONE_OF_EACH = (
     "bias_act",
     "group_norm",
@@ -273,6 +281,94 @@ def second_order(mesh: Any) -> None:
 
 
 @check
+def fewer_channels_than_processes(mesh: Any) -> None:
+    """A process without channels still has a part in every sum, and gradients of its own parameters."""
+    c = mesh.size() - 1
+    calls: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+        "bias_act": lambda x, p, f: pixfuse.bias_act(x, p[:c], act="swish"),
+        "group_norm": lambda x, p, f: pixfuse.group_norm(x, c, p[:c], p[:c], act="silu"),
+        "filtered_lrelu": lambda x, p, f: pixfuse.filtered_lrelu(x, None, None, p[:c], up=2),
+        "upfirdn2d": lambda x, p, f: fir(x, p, f, up=2),
+        "bicubic": lambda x, p, f: resized(x, p, f, size=[3, 7], mode="bicubic"),
+    }
+    for name, call in calls.items():
+        for dtensors in (False, True):
+            compare(mesh, name, call, image((2, c, 5, 4), torch.float64, False), F2, [Shard(1)], dtensors)
+    calls["bias of a vector"] = lambda x, p, f: pixfuse.bias_act(x, p[:c], dim=0, act="tanh")
+    compare(mesh, "bias of a vector", calls["bias of a vector"], image((c,), torch.float64, False), F2, [Shard(0)])
+    none = pixfuse.group_norm(distribute_tensor(torch.zeros(2, 0, 4, 3), mesh, [Shard(1)]), 2)
+    assert none.shape == (2, 0, 4, 3)
+
+
+@check
+def split_parameters(mesh: Any) -> None:
+    """Parameters split by FSDP's rule, with images split evenly or not: two orders, and what has no gradient alike."""
+
+    def orders(call: Callable[..., Tensor], *given: Tensor) -> list[Tensor | None]:
+        y = call(*given)
+        first = torch.autograd.grad(loss(y), given, create_graph=True)
+        norms = sum(whole((g * g).sum()) for g in first)
+        alone = torch.autograd.grad(y.sum(), given, create_graph=True)  # of what is linear, independent of x
+        norms = norms + sum(whole((g * g).sum()) for g in alone)
+        second = torch.autograd.grad(norms, given, allow_unused=True)
+        for t, g in zip(given * 2, (*first, *second), strict=True):
+            if isinstance(t, DTensor) and g is not None:
+                assert g.placements == t.placements
+        return [y, *first, *second]
+
+    def whole(t: Tensor) -> Tensor:
+        return t.full_tensor() if isinstance(t, DTensor) else t
+
+    calls: dict[str, tuple[Callable[..., Tensor], tuple[tuple[int, ...], ...]]] = {
+        "linear": (lambda x, b: pixfuse.bias_act(x, b, clamp=0.7), ((4,),)),
+        "lrelu": (lambda x, b: pixfuse.bias_act(x, b, act="lrelu"), ((4,),)),
+        "group_norm": (lambda x, w, b: pixfuse.group_norm(x, 4, w, b), ((4,), (4,))),
+        "modulated_conv2d": (
+            lambda x, w, s, n: pixfuse.modulated_conv2d(x, w, s, n, up=2, padding=1, resample_filter=F1),
+            ((2, 4, 3, 3), (5, 4), (12, 6)),
+        ),
+        "conv2d_resample": (
+            lambda x, w: pixfuse.conv2d_resample(x, w, F1, up=2, padding=1, groups=2, flip_weight=False),
+            ((2, 2, 3, 3),),
+        ),
+    }
+    for name, (call, shapes) in calls.items():
+        x = image((5, 4, 6, 3), torch.float64, name != "lrelu")
+        parameters = [image(shape, torch.float64, False) + 0.5 for shape in shapes]
+        one = orders(call, *(t.clone().requires_grad_() for t in (x, *parameters)))
+        for axis in (0, 1, 2):
+            split = [distribute_tensor(t, mesh, [Shard(0)]).requires_grad_() for t in parameters]
+            several = orders(call, distribute_tensor(x, mesh, [Shard(axis)]).requires_grad_(), *split)
+            for i, (a, b) in enumerate(zip(one, several, strict=True)):
+                assert (a is None) == (b is None), f"{name}, axis {axis}, result {i}"
+                if a is not None and b is not None:
+                    torch.testing.assert_close(whole(b), a, rtol=1e-9, atol=1e-9, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@check
+def outside_the_mesh(mesh: Any) -> None:
+    """A process that holds no shard makes the same calls, and has sizes and zeros."""
+    first = DeviceMesh("cpu", [0])
+    x = image((2, 12, 7, 6), torch.float64, False)
+    for name in (*ONE_OF_EACH, "modulated_conv2d"):
+        results = []
+        for split in (False, True):
+            x_there = distribute_tensor(x, first, [Shard(2)], src_data_rank=None) if split else x.clone()
+            given = [x_there.requires_grad_(), P.double().requires_grad_(), F2.double()]
+            y = CALLS[name](*given)
+            (dx,) = torch.autograd.grad(loss(y), given[:1], create_graph=True)
+            dx.square().sum().backward()
+            results.append([y, dx, given[0].grad, given[1].grad])
+        for a, b in zip(*results, strict=True):
+            assert (a is None) == (b is None), name
+            if a is not None and b is not None:
+                assert b.shape == a.shape, name
+                if mesh.get_local_rank() == 0:
+                    b = b.full_tensor() if isinstance(b, DTensor) else b
+                    torch.testing.assert_close(b, a, msg=lambda m, name=name: f"{name}: {m}")
+
+
+@check
 def other_ranks_and_dtypes(mesh: Any) -> None:
     def same(call: Callable[[Tensor], Tensor], x: Tensor, axis: int) -> None:
         x = x.to(DEVICE)
@@ -306,13 +402,17 @@ def same_bits(mesh: Any) -> None:
 @check
 def layout(mesh: Any) -> None:
     x = image((2, 12, 8, 6), torch.float32, True)
-    for name in ONE_OF_EACH[:-1]:
+    for name in (*ONE_OF_EACH[:-1], "modulated_conv2d"):
         split = distribute_tensor(x, mesh, [Shard(2)]).requires_grad_()
         y = CALLS[name](split, P, F1)
         y.sum().backward()
         for t in (y, split.grad):
             assert t.is_contiguous(memory_format=torch.channels_last), name
             assert t.to_local().is_contiguous(memory_format=torch.channels_last), name
+    split = distribute_tensor(x, mesh, [Shard(2)]).requires_grad_()
+    y = pixfuse.bias_act(split, act="swish")
+    (dx,) = torch.autograd.grad(y, split, torch.ones_like(y, memory_format=torch.contiguous_format))
+    assert dx.is_contiguous(memory_format=torch.channels_last)
 
 
 @check
@@ -340,6 +440,18 @@ def errors(mesh: Any) -> None:
         pixfuse.group_norm(whole, 2, elsewhere)
     with pytest.raises(ValueError, match="weight must have shape"):
         pixfuse.group_norm(whole, 2, torch.ones(3))
+    plain, b = torch.zeros(1, 2, 4, 3), distribute_tensor(torch.ones(2), mesh, [Replicate()])
+    with pytest.raises(TypeError, match="bias_act: x must be a DTensor as b is, got float32 of shape"):
+        pixfuse.bias_act(plain, b)
+    w = distribute_tensor(torch.ones(2, 2, 9, 1), mesh, [Replicate()])
+    with pytest.raises(TypeError, match="conv2d_resample: x must be a DTensor as w is, got float32 of shape"):
+        pixfuse.conv2d_resample(plain, w, padding=4)
+    with pytest.raises(ValueError, match=r"conv2d: stride must be at least 1, got \(0, 0\)"):
+        pixfuse.distributed.conv2d(whole, w, stride=0)
+    with pytest.raises(ValueError, match="output_padding must be smaller than stride or dilation"):
+        pixfuse.distributed.conv_transpose2d(whole, w, output_padding=1)
+    with pytest.raises(RuntimeError, match="Kernel size can't be greater than actual input size"):
+        pixfuse.distributed.conv2d(whole, w)
 
 
 @check

@@ -13,6 +13,7 @@ runs on several::
 * The statistics of ``group_norm`` are pooled over the shards of an image.
 * Parameters, filters and biases may be plain tensors, the same on every process, or DTensors. Their gradients are
   summed over the processes, once, in backward.
+* A process outside the mesh makes the same calls, as for PyTorch's own ops: it has the sizes and no data.
 * What cannot be split as asked (a group of channels, a tensor of partial sums) is gathered first.
 * Under ``torch.compile`` shards of the batch stay split, for most ops of the channels too; the rest is gathered.
 
@@ -38,10 +39,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, zeros
 from torch.distributed.tensor.experimental import register_sharding
 
-from ._shared import conv, library
+from ._shared import checks, conv, library
 from ._shared.layout import dense_strides, empty, is_channels_last, to_layout
 from ._shared.library import OPS, Op
 from ._shared.sharding import CHANNELS, IMAGE, STATS, WHOLE, Sharding, Span, Window, chunks
@@ -61,21 +62,39 @@ def register() -> None:
 
 def _call(op: Op, args: Sequence[Any]) -> Any:
     """The op on DTensors, with the op's own rules for its gradients."""
+    if not isinstance(args[0], DTensor):
+        names = [a.name for a in op.overload._schema.arguments]
+        other = next(name for name, a in zip(names, args, strict=True) if isinstance(a, DTensor))
+        checks.refuse(op.name, names[0], f"be a DTensor as {other} is", args[0], TypeError)
     return anchored(_function(op).apply(*placed(op.sharding, args)))
 
 
 @functools.cache
 def _function(op: Op) -> type[torch.autograd.Function]:
     rule: Sharding = op.sharding
-    backward = functools.partial(_backward_of_whole, op) if rule.whole_backward else op.transformed.backward
+
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        op.transformed.setup_context(ctx, inputs, output)
+        if isinstance(output, DTensor):
+            where: dict[str, Any] = {"device_mesh": output.device_mesh, "placements": output.placements}
+            ctx.zeros = functools.partial(zeros, output.shape, dtype=output.dtype, **where)
+
+    def backward(ctx: Any, *grads: Any) -> Any:
+        if rule.whole_backward:
+            return _backward_of_whole(op, ctx, *grads)
+        if len(grads) == 1 and grads[0] is None:  # it counts as zeros, as on plain tensors
+            grads = (ctx.zeros(),)
+        return op.transformed.backward(ctx, *grads)
+
+    rules = {
+        "forward": lambda *args: on_shards(rule, op, args),
+        "setup_context": setup_context,
+        "backward": backward,
+    }
     return type(
         f"{op.name}_on_shards",
         (torch.autograd.Function,),
-        {
-            "forward": staticmethod(lambda *args: on_shards(rule, op, args)),
-            "setup_context": op.transformed.setup_context,
-            "backward": staticmethod(backward),
-        },
+        {name: staticmethod(call) for name, call in rules.items()},
     )
 
 
@@ -83,19 +102,28 @@ def _backward_of_whole(op: Op, ctx: Any, *grads: Any) -> tuple[Any, ...]:
     """The rule of an op that is derived from its reference, on whole images."""
     saved = ctx.saved_tensors
     whole = SimpleNamespace(**vars(ctx), needs_input_grad=ctx.needs_input_grad)
-    whole.saved_tensors = [t.full_tensor() for t in saved]
-    found = list(op.transformed.backward(whole, *(None if g is None else g.full_tensor() for g in grads)))
+    whole.saved_tensors = [_whole(t) for t in saved]
+    found = list(op.transformed.backward(whole, *(None if g is None else _whole(g) for g in grads)))
     tensors = iter(saved)
     for i, other in enumerate(ctx.others):
         like = next(tensors) if other is None else None
         if found[i] is not None and like is not None:
-            found[i] = replicated(found[i], like.device_mesh).redistribute(like.device_mesh, like.placements)
+            found[i] = _Placed.apply(replicated(found[i], like.device_mesh), like.placements)
     return tuple(found)
 
 
+def _whole(t: DTensor) -> Tensor:
+    """All of a DTensor; zeros outside its mesh."""
+    return t.to_local().new_zeros(t.shape) if t.device_mesh.get_coordinate() is None else t.full_tensor()
+
+
 def replicated(t: Tensor, mesh: DeviceMesh) -> DTensor:
-    """A tensor that every process has, as a DTensor."""
-    return t if isinstance(t, DTensor) else DTensor.from_local(t, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    """A tensor that every process has, as a DTensor. Outside the mesh its gradient is one of zeros."""
+    if isinstance(t, DTensor):
+        return t
+    local = t.reshape(-1)[:0] if mesh.get_coordinate() is None else t
+    where = [Replicate()] * mesh.ndim
+    return DTensor.from_local(local, mesh, where, run_check=False, shape=t.shape, stride=t.stride())
 
 
 def placed(rule: Sharding, args: Sequence[Any]) -> list[Any]:
@@ -117,41 +145,63 @@ def placed(rule: Sharding, args: Sequence[Any]) -> list[Any]:
         if args[i] is not None:
             kind = WHOLE if kind == CHANNELS else kind  # on_shards cuts them to size
             where = [Replicate() if a is None else rule.placement(kind, a, args, result=False) for a in axes]
-            if list(args[i].placements) != where:
-                args[i] = args[i].redistribute(mesh, where)
-            elif kind == WHOLE:
-                args[i] = anchored(args[i])
+            if kind == WHOLE or list(args[i].placements) != where:
+                args[i] = _Placed.apply(args[i], where)
     return args
 
 
-class _Anchor(torch.autograd.Function):
-    """A DTensor as it is. Its gradient is split as it is, and partial sums of it are added up."""
+class _Placed(torch.autograd.Function):
+    """A DTensor with other placements, or its own. Its gradient is split as it was, and partial sums are added up.
+
+    PyTorch's own ``redistribute`` differentiates twice only, and fails where a gradient is not there.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: DTensor) -> Tensor:
-        ctx.mesh, ctx.placements = x.device_mesh, [Replicate() if p.is_partial() else p for p in x.placements]
+    def forward(ctx: Any, x: DTensor, placements: Sequence[Any]) -> Tensor:
+        ctx.placements = tuple(Replicate() if p.is_partial() else p for p in x.placements)
         ctx.set_materialize_grads(False)
-        return x.view_as(x)
+        if x.placements == tuple(placements):
+            return x.view_as(x)
+        return x.redistribute(x.device_mesh, placements)
 
     @staticmethod
-    def backward(ctx: Any, dx: DTensor | None) -> Tensor | None:
-        return None if dx is None else dx.redistribute(ctx.mesh, ctx.placements)
+    def backward(ctx: Any, dx: DTensor | None) -> tuple[Tensor | None, None]:
+        return None if dx is None else _Placed.apply(dx, ctx.placements), None
 
 
 def anchored(result: Any) -> Any:
-    """A DTensor or several; see ``_Anchor``."""
+    """A DTensor or several as they are; their gradients are split as they are."""
     if isinstance(result, tuple):
         return tuple(map(anchored, result))
     if not isinstance(result, DTensor) or not result.requires_grad or not torch.is_grad_enabled():
         return result
-    return _Anchor.apply(result)
+    return _Placed.apply(result, result.placements)
+
+
+def everywhere(t: Tensor, mesh: DeviceMesh) -> DTensor:
+    """A tensor, split or not, as a DTensor that every process has whole."""
+    whole: DTensor = _Placed.apply(replicated(t, mesh), [Replicate()] * mesh.ndim)
+    return whole
+
+
+def split_as(y: DTensor, t: Tensor) -> DTensor:
+    """``t``, which broadcasts to ``y``, split as y is."""
+
+    def where(p: Any) -> Any:
+        axis = p.dim - y.dim() + t.dim() if isinstance(p, Shard) else -1
+        return Shard(axis) if axis >= 0 and t.shape[axis] == y.shape[p.dim] else Replicate()
+
+    split: DTensor = _Placed.apply(replicated(t, y.device_mesh), [where(p) for p in y.placements])
+    return split
 
 
 def on_shards(rule: Sharding, op: Callable[..., Any], whole: Sequence[Any]) -> Any:
     """The results of ``op`` as DTensors; its arguments ``whole`` come from ``placed``."""
     x = whole[0]
     mesh: DeviceMesh = x.device_mesh
-    channels_last = is_channels_last(x)
+    channels_last = is_channels_last(x) if rule.layout_at is None else whole[rule.layout_at]
+    if mesh.get_coordinate() is None:
+        return _elsewhere(rule, op, whole)
     args = [a.to_local() if isinstance(a, DTensor) else a for a in whole]
     images = [i for i, kind in enumerate(rule.arguments) if kind == IMAGE and whole[i] is not None]
     for i in images:
@@ -210,12 +260,8 @@ def on_shards(rule: Sharding, op: Callable[..., Any], whole: Sequence[Any]) -> A
         strip[0] = rows.window(*seam.reads[0])
         results.narrow(axis, at, reach).copy_(run(strip).narrow(axis, seam.skip, reach))
 
-    def wrapped(kind: str, y: Tensor | None) -> Tensor | None:
-        if y is None:
-            return None
-        where = [Replicate() if a is None else rule.placement(kind, a, whole, result=True) for a in axes]
-        if y.shape == (0,) and x.dim() > 1:  # not needed
-            where = [Replicate()] * len(axes)
+    def wrapped(kind: str, y: Tensor) -> Tensor:
+        where = _where(rule, kind, whole)
         if kind == IMAGE:
             for spatial_axis, crop in crops.items():
                 y = y.narrow(spatial_axis, *crop)
@@ -228,9 +274,40 @@ def on_shards(rule: Sharding, op: Callable[..., Any], whole: Sequence[Any]) -> A
         strides = dense_strides(shape, channels_last and kind == IMAGE)
         return DTensor.from_local(y, mesh, where, run_check=False, shape=torch.Size(shape), stride=strides)
 
+    return _each(rule, whole, results, wrapped)
+
+
+def _elsewhere(rule: Sharding, op: Callable[..., Any], whole: Sequence[Any]) -> Any:
+    """What a process that holds no shard has of the results: their sizes."""
+    mesh: DeviceMesh = whole[0].device_mesh
+    forms = [
+        torch.empty_strided(a.shape, a.stride(), dtype=a.dtype, device="meta") if isinstance(a, DTensor) else a
+        for a in whole
+    ]
+
+    def wrapped(kind: str, y: Tensor) -> Tensor:
+        nothing = whole[0].to_local().new_empty(0, dtype=y.dtype)
+        where = _where(rule, kind, whole)
+        return DTensor.from_local(nothing, mesh, where, run_check=False, shape=y.shape, stride=y.stride())
+
+    return _each(rule, whole, op(*forms), wrapped)
+
+
+def _each(rule: Sharding, whole: Sequence[Any], results: Any, wrapped: Callable[[str, Tensor], Tensor]) -> Any:
+    """The results ``wrapped``, and None for those that nobody needs."""
     if isinstance(results, Tensor):
         return wrapped(rule.results[0], results)
-    return tuple(wrapped(kind, y) for kind, y in zip(rule.results, results, strict=True))
+    needed_at = rule.needed_at or (None,) * len(results)
+    return tuple(
+        wrapped(kind, y) if at is None or whole[at] else None
+        for kind, y, at in zip(rule.results, results, needed_at, strict=True)
+    )
+
+
+def _where(rule: Sharding, kind: str, whole: Sequence[Any]) -> list[Any]:
+    """The placements of a result."""
+    axes = [p.dim if isinstance(p, Shard) else None for p in whole[0].placements]
+    return [Replicate() if a is None else rule.placement(kind, a, whole, result=True) for a in axes]
 
 
 def _cut(rule: Sharding, args: list[Any], whole: Sequence[Any], axis: int, span: Span) -> None:

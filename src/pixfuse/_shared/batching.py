@@ -34,6 +34,24 @@ def into_batch(call: Callable[..., Any], tensors: Sequence[int]) -> Rule:
     return rule
 
 
+def also_none(rule: Rule) -> Rule:
+    """``rule`` for no problems at all too: as for one of zeros, of whose results nothing is taken."""
+
+    def call(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
+        if info.batch_size:
+            return rule(info, in_dims, *args)
+        one = [
+            torch.cat([a, a.new_zeros([*a.shape[:d], 1, *a.shape[d + 1 :]])], d)
+            if d is not None and isinstance(a, Tensor)
+            else a
+            for a, d in zip(args, in_dims, strict=True)
+        ]
+        result, _ = rule(info._replace(batch_size=1), in_dims, *one)
+        return outputs(result, lambda y: y[:0])
+
+    return call
+
+
 def one_by_one(call: Callable[..., Any]) -> Rule:
     """The rule that solves the mapped problems one after another: right for any op, fast for none."""
 

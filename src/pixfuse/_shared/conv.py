@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..upfirdn2d import upfirdn2d
-from . import library
+from . import checks, library
 from .sharding import IMAGE, WHOLE, Sharding, Window
 
 _KEY = "pixfuse.weight_gradients_disabled"
@@ -64,8 +64,9 @@ def conv2d(
     """
     if scale is not None and _makes_product(x, scale, weight):
         x, scale = scaled(x, scale), None
-    refused = isinstance(padding, str) and (padding not in _NAMED or _two(stride) != (1, 1))
-    if refused or (scale is None and _leave_to_torch(x, weight, bias) and not _on_shards(x)):
+    refused = padding == "same" and _two(stride) != (1, 1)
+    refused = refused or (isinstance(padding, str) and padding not in _NAMED)
+    if refused or (scale is None and _leave_to_torch(x, weight, bias) and not on_shards(x)):
         result: Tensor = F.conv2d(x, weight, bias, stride, padding, dilation, groups)
         return result
     if padding == "valid":
@@ -93,7 +94,7 @@ def conv_transpose2d(
     """:func:`torch.nn.functional.conv_transpose2d`, differentiable any number of times; ``scale`` as in ``conv2d``."""
     if scale is not None and _makes_product(x, scale, weight):
         x, scale = scaled(x, scale), None
-    if scale is None and _leave_to_torch(x, weight, bias) and not _on_shards(x):
+    if scale is None and _leave_to_torch(x, weight, bias) and not on_shards(x):
         result: Tensor = F.conv_transpose2d(
             x,
             weight,
@@ -111,7 +112,7 @@ def conv_transpose2d(
 
 def scaled(x: Tensor, scale: Tensor) -> Tensor:
     """``x`` ``[N, C, H, W]`` times ``scale`` ``[N, C]``."""
-    return x * scale[:, :, None, None]
+    return split_as(x, split_as(x, x) * scale[:, :, None, None])
 
 
 class _How(NamedTuple):
@@ -161,28 +162,57 @@ def autocast_device(x: Tensor) -> str:
     return "cpu" if x.is_meta else x.device.type
 
 
-def _on_shards(x: Any) -> bool:
+def on_shards(x: Any) -> bool:
     """Whether x lies on several processes, as ``pixfuse.distributed`` takes it."""
     return library.for_shards is not None and isinstance(x, library.for_shards[0])
 
 
-def as_x_is(x: Any, *others: Tensor | None) -> tuple[Any, ...]:
-    """The others too as DTensors where x is one; plain tensors are the same on every process."""
-    if not _on_shards(x):
-        return others
-    from ..distributed import anchored, replicated
+def as_x_is(op: str, x: Any, **others: Tensor) -> tuple[Any, ...]:
+    """The others too as DTensors, whole on every process, where x is one."""
+    if not on_shards(x):
+        for name, t in others.items():
+            if on_shards(t):
+                checks.refuse(op, "x", f"be a DTensor as {name} is", x, TypeError)
+        return tuple(others.values())
+    from ..distributed import everywhere
 
-    return tuple(None if t is None else anchored(replicated(t, x.device_mesh)) for t in others)
+    return tuple(everywhere(t, x.device_mesh) for t in others.values())
+
+
+def split_as(y: Any, t: Tensor) -> Tensor:
+    """``t``, which broadcasts to ``y``, as a DTensor that is split as y is, where y is one.
+
+    PyTorch's own arithmetic gathers an axis of fewer samples than processes.
+    """
+    if not on_shards(y):
+        return t
+    from .. import distributed
+
+    split: Tensor = distributed.split_as(y, t)
+    return split
 
 
 def _convolve(x: Tensor, weight: Tensor, bias: Tensor | None, how: _How) -> Tensor:
-    if _on_shards(x):
+    if on_shards(x):
         from ..distributed import anchored, placed
 
+        _check(x, weight, bias, how)
         x, weight, bias = placed(_VALUE, (x, weight, bias))
         y: Tensor = anchored(_convolve_alike(x, weight, bias, how))
         return y
     return _convolve_alike(x, weight, bias, how)
+
+
+def _check(x: Tensor, weight: Tensor, bias: Tensor | None, how: _How) -> None:
+    """Refuse on every process alike what a convolution of the whole image refuses."""
+    name = "conv_transpose2d" if how.transposed else "conv2d"
+    for argument in ("stride", "dilation"):
+        if min(getattr(how, argument)) < 1:
+            checks.refuse(name, argument, "be at least 1", getattr(how, argument))
+    if any(extra >= max(s, d) for extra, s, d in zip(how.output_padding, how.stride, how.dilation, strict=True)):
+        checks.refuse(name, "output_padding", "be smaller than stride or dilation", how.output_padding)
+    forms = [None if t is None else torch.empty(t.shape, dtype=x.dtype, device="meta") for t in (x, weight, bias)]
+    torch.ops.aten.convolution(*forms, *how)
 
 
 def _convolve_alike(x: Tensor, weight: Tensor, bias: Tensor | None, how: _How) -> Tensor:
@@ -216,10 +246,13 @@ class _Convolution(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, how: _How) -> Tensor:
         ctx.save_for_backward(x if weight.requires_grad else None, weight)
         ctx.how, ctx.size = how, x.shape
+        ctx.set_materialize_grads(False)
         return _convolution(x, weight, bias, how)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
+        if dy is None:
+            return (None,) * 4
         x, weight = ctx.saved_tensors
         need_dx, need_dw, need_db = _wanted(ctx)[:3]
         need_dw = need_dw and not weight_gradients_disabled()
@@ -237,10 +270,13 @@ class _ScaledConvolution(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, scale: Tensor, weight: Tensor, how: _How) -> Tensor:
         ctx.save_for_backward(x, scale, weight)
         ctx.how = how
+        ctx.set_materialize_grads(False)
         return _convolution(scaled(x, scale), weight, None, how)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
+        if dy is None:
+            return (None,) * 4
         x, scale, weight = ctx.saved_tensors
         need_dx, need_dscale, need_dw = _wanted(ctx)[:3]
         need_dw = need_dw and not weight_gradients_disabled()
@@ -267,12 +303,15 @@ class _Transposed(torch.autograd.Function):
     ) -> Tensor | None:
         ctx.save_for_backward(dy, weight)
         ctx.how = how
+        ctx.set_materialize_grads(False)
         if x is not None:
             return _derivatives(dy, x, weight, how, True, False, False)[0]
         return _adjoint(dy, weight, how, size)
 
     @staticmethod
-    def backward(ctx: Any, v: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, v: Tensor | None) -> tuple[Tensor | None, ...]:
+        if v is None:
+            return (None,) * 5
         dy, weight = ctx.saved_tensors
         need_ddy, need_dw = _wanted(ctx)[:2]
         ddy = _Convolution.apply(v, weight, None, ctx.how) if need_ddy else None
@@ -289,10 +328,13 @@ class _WeightGradient(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, dy: Tensor, weight: Tensor, how: _How) -> Tensor | None:
         ctx.save_for_backward(x, dy)
         ctx.how = how
+        ctx.set_materialize_grads(False)
         return _derivatives(dy, x, weight, how, False, True, False)[1]
 
     @staticmethod
-    def backward(ctx: Any, v: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, v: Tensor | None) -> tuple[Tensor | None, ...]:
+        if v is None:
+            return (None,) * 4
         x, dy = ctx.saved_tensors
         need_x, need_dy = _wanted(ctx)[:2]
         dx = _Transposed.apply(dy, v, _form(x), ctx.how, x.shape) if need_x else None
@@ -322,7 +364,7 @@ def _derivatives(
     dy: Tensor, x: Tensor, weight: Tensor, how: _How, need_dx: bool, need_dw: bool, need_db: bool
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """The wanted ones of dx, dw and db."""
-    if _on_shards(dy):
+    if on_shards(dy):
         dx = _adjoint(dy, weight, how, x.shape) if need_dx else None
         dw = _split(_WEIGHT, _weight_gradient, dy, x, weight, *how) if need_dw else None
         return dx, dw, dy.sum((0, 2, 3)) if need_db else None
@@ -339,7 +381,7 @@ def _derivatives(
 
 
 def _convolution(x: Tensor, weight: Tensor, bias: Tensor | None, how: _How) -> Tensor:
-    if _on_shards(x):
+    if on_shards(x):
         return _split(_VALUE, torch.ops.aten.convolution, x, weight, bias, *how)
     return torch.ops.aten.convolution(x, weight, bias, *how)
 
@@ -349,9 +391,9 @@ def _weight_gradient(dy: Tensor, x: Tensor, weight: Tensor, *how: Any) -> Tensor
 
 
 def _split(rule: Sharding, op: Any, *args: Any) -> Any:
-    from ..distributed import on_shards, placed
+    from .. import distributed
 
-    return on_shards(rule, op, placed(rule, args))
+    return distributed.on_shards(rule, op, distributed.placed(rule, args))
 
 
 def _reach(start: int, stop: int, args: Sequence[Any], at: int) -> tuple[int, int]:

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .batching import also_none
 from .checks import FLOATS, dtype_name
 from .sharding import Sharding
 
@@ -68,7 +69,7 @@ class Op:
         for x in args[: self.tensors]:
             if x is not None:
                 if type(x) not in _PLAIN:
-                    if for_shards is not None and isinstance(args[0], for_shards[0]):
+                    if for_shards is not None and isinstance(x, for_shards[0]):
                         return for_shards[1](self, args)
                     return self.overload(*args)
                 record = record or x.requires_grad
@@ -150,6 +151,7 @@ def define_op(
     room = reference.__module__.rpartition(".")[0]
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order))
     overload = getattr(torch.ops.pixfuse, name).default
+    vmap = also_none(vmap)
     _LIBRARY.impl(name, reference, "CompositeExplicitAutograd")
     launch = _triton_or_reference(room, name, reference)
     for key in ("CUDA", "XPU"):

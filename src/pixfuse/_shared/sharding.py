@@ -44,6 +44,8 @@ class Sharding:
             its rows to its :class:`Window`. Sizes and arguments are those of the whole images.
         groups_at: the position of the number of groups of channels, which whole groups can be split along.
         dim_at: the position of the axis of the channels, where it is an argument.
+        layout_at: the position of the flag channels_last, where it is an argument, not that of the first image.
+        needed_at: the position of the flag that asks for each result, or None for one that always is there.
         run: ``(arguments, whole, spans, gather)`` computes a spatial or an empty shard where the op on its window
             does not: from the windows, the arguments of the whole, ``axis: (start, stop, first row read)`` and a
             function that stacks a tensor over the processes that hold the shards of an image.
@@ -59,6 +61,8 @@ class Sharding:
     rows: Rows | None = None
     groups_at: int | None = None
     dim_at: int | None = None
+    layout_at: int | None = None
+    needed_at: tuple[int | None, ...] | None = None
     run: Callable[..., Any] | None = None
     seam: Callable[[Sequence[Any], int], int] | None = None
     whole_backward: bool = False
@@ -72,7 +76,7 @@ class Sharding:
                 return False
             channels = args[0].shape[1]
             size = max(channels // args[self.groups_at], 1)
-            return all(start % size == 0 for start, _ in chunks(channels, parts))
+            return channels > 0 and all(start % size == 0 for start, _ in chunks(channels, parts))
         return self.rows is not None
 
     def placement(self, kind: str, axis: int, args: Sequence[Any], result: bool) -> Any:

@@ -348,7 +348,7 @@ def check_export(function: Callable[..., Tensor], case: Case) -> None:
 
 
 def check_func(function: Callable[..., Tensor], case: Case) -> None:
-    """Vmap over every input, torch.func grad, vjp, jacrev of a slice, jvp and forward-mode AD."""
+    """Vmap over every input and over nothing, torch.func grad, vjp, jacrev of a slice, jvp and forward-mode AD."""
     made = {k: t.detach() for k, t in case.tensors(torch.float64).items()}
     names = list(made)
 
@@ -383,6 +383,10 @@ def check_func(function: Callable[..., Tensor], case: Case) -> None:
         want_i = _plain_gradients(call, tuple(s[i] for s in stacked), dy)
         for got_g, want in zip(per_sample, want_i, strict=True):
             torch.testing.assert_close(got_g[i], want)
+    none = tuple(v.new_zeros(0, *v.shape) for v in values)
+    assert torch.vmap(call)(*none).shape == (0, *dy.shape), f"{case.id}: vmap of no problems"
+    for got_g, v in zip(torch.vmap(torch.func.grad(loss, every))(*none), values, strict=True):
+        assert got_g.shape == (0, *v.shape), f"{case.id}: vmap of no gradients"
     tangents = tuple(random_like(v, 7 + i) for i, v in enumerate(values))
     forward = torch.func.jvp(call, values, tangents)[1]
     both = sum((t * g).sum() for t, g in zip(tangents, expected, strict=True))

@@ -255,7 +255,9 @@ _first: Op = define_op(
     backward=_first_backward,
     jvp=_first_jvp,
     vmap=_vmap(lambda *args: _first(*args), full=(0, 1, 3), bias=2, dim_at=4),
-    sharding=Sharding((IMAGE, IMAGE, CHANNELS, IMAGE), (IMAGE, CHANNELS), axes=None, dim_at=4),
+    sharding=Sharding(
+        (IMAGE, IMAGE, CHANNELS, IMAGE), (IMAGE, CHANNELS), axes=None, dim_at=4, layout_at=9, needed_at=(None, 10)
+    ),
 )
 _second: Op = define_op(
     "bias_act_second(Tensor v, Tensor dy, Tensor x, Tensor? b, int dim, int act, float alpha, float gain, "

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .._shared import checks
-from .._shared.conv import as_x_is, autocast_device, conv2d, conv_transpose2d, scaled
+from .._shared.conv import as_x_is, autocast_device, conv2d, conv_transpose2d, on_shards, scaled, split_as
 from .._shared.layout import compute_dtype
 from .._shared.library import ALIASES
 from ..upfirdn2d import upfirdn2d
@@ -74,6 +74,7 @@ def conv2d_resample(
     if not torch.is_autocast_enabled(autocast_device(x)) and w.dtype != x.dtype:
         checks.refuse(op, "w", f"have the dtype of x ({checks.dtype_name(x.dtype)})", w)
     up, down, pads = _geometry(op, x, w, f, up, down, padding)
+    (w,) = as_x_is(op, x, w=w)
     return _resampled(x, w, f, up, down, pads, groups, flip_weight, flip_filter)
 
 
@@ -113,6 +114,7 @@ def modulated_conv2d(
         fused_modconv: scale the weights and convolve with a group per image; False scales the images before and
             after one shared convolution instead. The same numbers up to rounding, at another speed. A program that is
             exported for batches of any size takes the latter: no format has a number of groups that varies.
+            So do DTensors.
 
     Returns:
         the tensor that ``conv2d_resample`` gives.
@@ -142,22 +144,24 @@ def modulated_conv2d(
         _check_noise(op, noise, x, weight, resample_filter, up, down, pads)
         checks.same_device(op, "noise", noise, x)
 
-    weight, styles, noise = as_x_is(x, weight, styles, noise)
+    weight, styles = as_x_is(op, x, weight=weight, styles=styles)
     w, s, d = _factors(x, weight, styles, demodulate)
     n, c, h, width = x.shape
     conv = (resample_filter, up, down, pads)
-    fused_modconv = fused_modconv and not (torch.compiler.is_exporting() and isinstance(n, torch.SymInt))
+    # Split images stay as they are where one convolution has all of them.
+    one_for_all = on_shards(x) or (torch.compiler.is_exporting() and isinstance(n, torch.SymInt))
+    fused_modconv = fused_modconv and not one_for_all
     if not fused_modconv or 0 in (n, c, weight.shape[0]):
         y = _resampled(x, w.to(x.dtype), *conv, 1, flip_weight, False, s.to(x.dtype))
         if d is not None:
-            y = y * d.to(y.dtype)[:, :, None, None]
+            y = scaled(y, d.to(y.dtype))
     else:
         w = w * s[:, None, :, None, None]
         if d is not None:
             w = w * d[:, :, None, None, None]
         y = _resampled(x.reshape(1, n * c, h, width), w.to(x.dtype).flatten(0, 1), *conv, n, flip_weight, False)
         y = y.reshape(n, -1, *y.shape[2:])
-    return y if noise is None else y + noise.to(y.dtype)
+    return y if noise is None else split_as(y, y + split_as(y, noise).to(y.dtype))
 
 
 def _factors(x: Tensor, weight: Tensor, styles: Tensor, demodulate: bool) -> tuple[Tensor, Tensor, Tensor | None]:

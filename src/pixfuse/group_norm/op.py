@@ -270,6 +270,7 @@ _first: Op = define_op(
         axes=(0,),
         rows=functools.partial(_rows, images=2),
         groups_at=6,
+        needed_at=(9, 10, 11),
         run=parts.group_norm_backward,
         whole_backward=True,
     ),
