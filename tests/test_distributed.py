@@ -346,6 +346,20 @@ def split_parameters(mesh: Any) -> None:
 
 
 @check
+def compiled(mesh: Any) -> None:
+    """Shards of the batch stay split, and parameters and filters may be plain."""
+    if mesh.size() > 2:  # to compile takes seconds
+        return
+
+    def call(x: Tensor, p: Tensor, f: Tensor) -> Tensor:
+        return pixfuse.upsample2d(pixfuse.bias_act(x, p, act="swish"), f.detach())
+
+    run = torch.compile(call, backend="aot_eager")
+    compare(mesh, "compiled", run, image((5, 12, 4, 3), torch.float64, False), F1, [Shard(0)])
+    torch._dynamo.reset()
+
+
+@check
 def outside_the_mesh(mesh: Any) -> None:
     """A process that holds no shard makes the same calls, and has sizes and zeros."""
     first = DeviceMesh("cpu", [0])

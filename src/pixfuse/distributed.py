@@ -54,7 +54,7 @@ def register() -> None:
     """Let every op take DTensors, and register its sharding rule for ``torch.compile``."""
     for op in OPS.values():
         register_sharding(op.overload)(op.sharding)
-    library.for_shards = (DTensor, _call)
+    library.for_shards = library.ForShards(DTensor, _call, _alike)
 
 
 # --- from DTensors to shards and back -------------------------------------------------------------------------
@@ -67,6 +67,12 @@ def _call(op: Op, args: Sequence[Any]) -> Any:
         other = next(name for name, a in zip(names, args, strict=True) if isinstance(a, DTensor))
         checks.refuse(op.name, names[0], f"be a DTensor as {other} is", args[0], TypeError)
     return anchored(_function(op).apply(*placed(op.sharding, args)))
+
+
+def _alike(args: Sequence[Any]) -> list[Any]:
+    """``args`` with all tensors as DTensors on the mesh of the first one."""
+    mesh: DeviceMesh = args[0].device_mesh
+    return [replicated(a, mesh) if isinstance(a, Tensor) else a for a in args]
 
 
 @functools.cache
@@ -129,12 +135,10 @@ def replicated(t: Tensor, mesh: DeviceMesh) -> DTensor:
 def placed(rule: Sharding, args: Sequence[Any]) -> list[Any]:
     """``args`` as DTensors: the images split alike, as the rule allows, all else where it belongs."""
     mesh: DeviceMesh = args[0].device_mesh
-    args = list(args)
-    for i, a in enumerate(args):
-        if isinstance(a, Tensor):
-            args[i] = a = replicated(a, mesh)
-            if a.device_mesh != mesh:
-                raise ValueError(f"pixfuse.distributed: DTensors must lie on one mesh, got {mesh} and {a.device_mesh}")
+    args = _alike(args)
+    for a in args:
+        if isinstance(a, DTensor) and a.device_mesh != mesh:
+            raise ValueError(f"pixfuse.distributed: DTensors must lie on one mesh, got {mesh} and {a.device_mesh}")
     images = [args[i] for i, kind in enumerate(rule.arguments) if kind == IMAGE and args[i] is not None]
     split = next((a for a in images if any(p.is_shard() for p in a.placements)), images[0])
     axes: list[int | None] = []

@@ -164,7 +164,7 @@ def autocast_device(x: Tensor) -> str:
 
 def on_shards(x: Any) -> bool:
     """Whether x lies on several processes, as ``pixfuse.distributed`` takes it."""
-    return library.for_shards is not None and isinstance(x, library.for_shards[0])
+    return library.for_shards is not None and isinstance(x, library.for_shards.tensor)
 
 
 def as_x_is(op: str, x: Any, **others: Tensor) -> tuple[Any, ...]:

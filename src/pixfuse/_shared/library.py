@@ -16,7 +16,7 @@ import importlib.util
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -60,6 +60,8 @@ class Op:
     def __call__(self, *args: Any) -> Any:
         # Small images spend more time here than in their kernel, hence no generators and few calls.
         if torch.compiler.is_compiling():
+            if for_shards is not None and isinstance(args[0], for_shards.tensor):
+                args = for_shards.alike(args)
             return self.overload(*args)
         if _by_definition:
             return self.reference(*args)
@@ -69,8 +71,8 @@ class Op:
         for x in args[: self.tensors]:
             if x is not None:
                 if type(x) not in _PLAIN:
-                    if for_shards is not None and isinstance(x, for_shards[0]):
-                        return for_shards[1](self, args)
+                    if for_shards is not None and isinstance(x, for_shards.tensor):
+                        return for_shards.call(self, args)
                     return self.overload(*args)
                 record = record or x.requires_grad
         if _watched():
@@ -106,8 +108,17 @@ def _watched() -> bool:
 
 
 _by_definition = False
-# A class of tensors that live on several processes, and what runs an op on them; see distributed.py.
-for_shards: tuple[type, Callable[[Op, Sequence[Any]], Any]] | None = None
+
+
+class ForShards(NamedTuple):
+    """What distributed.py puts here: a class of tensors that live on several processes."""
+
+    tensor: type
+    call: Callable[[Op, Sequence[Any]], Any]  # an op on them
+    alike: Callable[[Sequence[Any]], Sequence[Any]]  # an op's arguments, plain tensors too, as such tensors
+
+
+for_shards: ForShards | None = None
 
 
 @contextlib.contextmanager
