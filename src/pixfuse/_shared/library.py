@@ -61,7 +61,7 @@ class Op:
         # Small images spend more time here than in their kernel, hence no generators and few calls.
         if torch.compiler.is_compiling():
             if for_shards is not None and isinstance(args[0], for_shards.tensor):
-                args = for_shards.alike(args)
+                return self.overload(*for_shards.alike(args))
             return self.overload(*args)
         if _by_definition:
             return self.reference(*args)
