@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .._shared import checks
 from .._shared.conv import as_x_is, autocast_device, conv2d, conv_transpose2d, on_shards, scaled, split_as
-from .._shared.layout import compute_dtype
+from .._shared.layout import compute_dtype, is_channels_last
 from .._shared.library import ALIASES
 from ..upfirdn2d import upfirdn2d
 from ..upfirdn2d.op import Quad, check_fixed_filter, filter_size, parse_padding
@@ -114,7 +114,7 @@ def modulated_conv2d(
         fused_modconv: scale the weights and convolve with a group per image; False scales the images before and
             after one shared convolution instead. The same numbers up to rounding, at another speed. A program that is
             exported for batches of any size takes the latter: no format has a number of groups that varies.
-            So do DTensors.
+            So do DTensors and images in channels_last, which groups would cost their layout.
 
     Returns:
         the tensor that ``conv2d_resample`` gives.
@@ -148,8 +148,8 @@ def modulated_conv2d(
     w, s, d = _factors(x, weight, styles, demodulate)
     n, c, h, width = x.shape
     conv = (resample_filter, up, down, pads)
-    # Split images stay as they are where one convolution has all of them.
-    one_for_all = on_shards(x) or (torch.compiler.is_exporting() and isinstance(n, torch.SymInt))
+    # Split images and images in channels_last stay as they are where one convolution has all of them.
+    one_for_all = on_shards(x) or is_channels_last(x) or (torch.compiler.is_exporting() and isinstance(n, torch.SymInt))
     fused_modconv = fused_modconv and not one_for_all
     if not fused_modconv or 0 in (n, c, weight.shape[0]):
         y = _resampled(x, w.to(x.dtype), *conv, 1, flip_weight, False, s.to(x.dtype))

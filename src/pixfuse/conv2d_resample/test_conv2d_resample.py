@@ -1,5 +1,6 @@
 """conv2d_resample and modulated_conv2d: the plain formulas, derivatives, 16 bits, bad input."""
 
+import functools
 import itertools
 import math
 
@@ -279,3 +280,20 @@ def test_reference_of_the_paper():
     x, weight, styles = randn(4, 32, 16, 16), randn(8, 32, 3, 3, seed=1), 3 * randn(4, 32, seed=2)
     y = modulated_conv2d(x, weight, styles, padding=0)
     assert abs(y.std() - 1) < 0.05
+
+
+@pytest.mark.parametrize("fused_modconv", [False, True])
+@pytest.mark.parametrize("factors", [{}, {"up": 2}, {"down": 2}])
+def test_modulated_conv2d_keeps_the_layout(fused_modconv: bool, factors: dict[str, int]) -> None:
+    torch.manual_seed(0)
+    x, weight, styles = torch.randn(2, 4, 6, 6), torch.randn(5, 4, 3, 3), torch.randn(2, 4)
+    f = FILTER if factors else None
+    call = functools.partial(modulated_conv2d, padding=1, resample_filter=f, fused_modconv=fused_modconv)
+    image = x.to(memory_format=torch.channels_last).requires_grad_()
+    y = call(image, weight, styles, **factors)
+    assert y.is_contiguous(memory_format=torch.channels_last)
+    torch.testing.assert_close(y, call(x, weight, styles, **factors))
+    y.square().sum().backward()
+    assert image.grad is not None
+    assert image.grad.is_contiguous(memory_format=torch.channels_last)
+    assert call(x, weight, styles, **factors).is_contiguous()
