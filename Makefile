@@ -20,7 +20,7 @@ demo: $(VENV)/package.stamp ## train a small network on photographs, on stock op
 	$(BIN)/pixfuse demo
 
 test: $(VENV)/test.stamp ## the whole test suite
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist loadgroup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile
 
 lint: $(VENV)/test.stamp $(VENV)/lint.stamp ## ruff, clang-format, mypy
 	$(BIN)/ruff check

@@ -12,8 +12,6 @@ import pytest
 ROOT = Path(__file__).parents[1]
 COMPILER = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
 
-pytestmark = pytest.mark.xdist_group("wheel")
-
 
 def build(folder, *options):
     """A wheel of the tracked files, made as pip makes it, without touching this checkout's build folder."""
