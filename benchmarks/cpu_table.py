@@ -1,4 +1,4 @@
-"""The tables of docs/measurements/cpu.md: ``python benchmarks/cpu_table.py FILE``, FILE from ``pixfuse bench --json``."""
+"""The tables of docs/measurements/cpu.md, from the file of ``pixfuse bench --json FILE``, the only argument."""
 
 from __future__ import annotations
 

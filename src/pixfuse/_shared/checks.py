@@ -129,6 +129,8 @@ def integer(op: str, argument: str, value: Any, minimum: int | None = None) -> A
 
 def pair(op: str, argument: str, value: Any, minimum: int) -> tuple[Any, Any]:
     """An int for both axes or a sequence ``[x, y]`` of ints, as ``(x, y)``."""
+    if type(value) is int and minimum <= value <= _LARGEST:
+        return value, value
     if isinstance(value, (list, tuple)):
         if len(value) != 2:
             refuse(op, argument, "be an int or [x, y]", value)
@@ -141,6 +143,8 @@ def real(op: str, argument: str, value: Any) -> Any:
     """``value`` as a Python float; accepts ints, floats and numpy numbers, refuses bools, NaN and tensors."""
     if type(value) is float and value == value:
         return value
+    if type(value) is int and -_LARGEST <= value <= _LARGEST:
+        return value * 1.0
     if isinstance(value, bool):
         refuse(op, argument, "be a number", value, TypeError)
     number: Any
