@@ -272,3 +272,12 @@ def test_empty_batch() -> None:
     assert y.shape == (0, 6, 5, 7)
     assert w.grad is not None
     assert not w.grad.any()
+
+
+def test_no_weight_gradient_beside_that_of_the_bias() -> None:
+    x, w, b = torch.randn(2, 4, 6, 6), torch.randn(3, 4, 3, 3).requires_grad_(), torch.zeros(3).requires_grad_()
+    with conv.no_weight_gradients():
+        conv.conv2d(x, w, b).sum().backward()
+    assert w.grad is None
+    assert b.grad is not None
+    torch.testing.assert_close(b.grad, torch.full((3,), 32.0))

@@ -371,10 +371,14 @@ def _derivatives(
     stride, padding, dilation, transposed, output_padding, groups = how
     mask = [need_dx, need_dw, need_db]
     sizes = [dy.shape[1]] if need_db else None
-    found: tuple[Tensor | None, Tensor | None, Tensor | None] = torch.ops.aten.convolution_backward(
+    dx, dw, db = torch.ops.aten.convolution_backward(
         dy, x, weight, sizes, stride, padding, dilation, transposed, output_padding, groups, mask
     )
-    return found
+    return (
+        dx if need_dx else None,
+        dw if need_dw else None,
+        db if need_db else None,
+    )  # oneDNN gives dw beside db unasked
 
 
 # --- shards: what pixfuse.distributed needs to know ------------------------------------------------------------
