@@ -3,7 +3,7 @@
 from torch import fx
 
 from . import compat
-from ._shared.library import backend, load_kernels
+from ._shared.library import ALIASES, OPS, backend, load_kernels
 from .bias_act import bias_act, inlined
 from .conv2d_resample import conv2d_resample, modulated_conv2d
 from .filtered_lrelu import filtered_lrelu
@@ -35,19 +35,6 @@ __all__ = [
 
 
 load_kernels()
-del load_kernels
-
-for _op in (
-    "bias_act",
-    "conv2d_resample",
-    "downsample2d",
-    "filter2d",
-    "filtered_lrelu",
-    "group_norm",
-    "interpolate",
-    "modulated_conv2d",
-    "upfirdn2d",
-    "upsample2d",
-    "upsample_nearest",
-):
+for _op in {*OPS, *ALIASES} & {*__all__}:
     fx.wrap(_op)  # a node in the graphs of torch.fx, which has no tensors to check
+del ALIASES, OPS, load_kernels

@@ -19,7 +19,9 @@ from torch import Tensor
 
 from ._shared.layout import compute_dtype
 from ._shared.library import OPS
-from .group_norm.reference import SILU
+from .filtered_lrelu.reference import biased
+from .group_norm.reference import SILU, affine
+from .upfirdn2d.op import filter_size
 from .upsample.taps import AREA, CUBIC, LANCZOS, LINEAR, NEAREST, NEAREST_EXACT, SNAP
 
 __all__ = ["decompositions", "export"]
@@ -98,7 +100,7 @@ def _upfirdn2d(
         t = F.pad(t.reshape(n * c, 1, h, 1, w, 1), (0, up_x - 1, 0, 0, 0, up_y - 1)).reshape(
             n * c, 1, h * up_y, w * up_x
         )
-    fh, fw = taps.shape[0], taps.shape[-1]
+    fw, fh = filter_size(f)
     after_x = (out_w - 1) * down_x + fw - w * up_x - pad_x
     after_y = (out_h - 1) * down_y + fh - h * up_y - pad_y
     t = F.pad(t, (pad_x, after_x, pad_y, after_y))
@@ -126,11 +128,9 @@ def _filtered_lrelu(
     slope: float,
     clamp: float,
 ) -> Tensor:
-    t = x.to(compute_dtype(x))
-    t = t if b is None else t + b.to(t.dtype).reshape(-1, 1, 1)
-    kw, kh = (1, 1) if fd is None else (fd.shape[-1], fd.shape[0])
+    kw, kh = filter_size(fd)
     size = ((out_w - 1) * down + kw, (out_h - 1) * down + kh)
-    v = _upfirdn2d(t, fu, up, up, 1, 1, pad_x, pad_y, *size, flip, float(up * up))
+    v = _upfirdn2d(biased(x, b), fu, up, up, 1, 1, pad_x, pad_y, *size, flip, float(up * up))
     w = F.leaky_relu(v, slope) * gain
     w = w if clamp < 0 else w.clamp(-clamp, clamp)
     return _upfirdn2d(w, fd, 1, 1, down, down, 0, 0, out_w, out_h, flip, 1.0).to(x.dtype)
@@ -154,10 +154,7 @@ def _group_norm(
     rest = t.mean(-1, keepdim=True)  # the rounding of the mean
     t = t - rest
     rstd = (t.square().mean(-1, keepdim=True) + eps).rsqrt()
-    z = (t * rstd).reshape(x.shape)
-    shape = [-1 if d == 1 else 1 for d in range(x.dim())]
-    z = z if weight is None else z * weight.to(z.dtype).reshape(shape)
-    z = z if bias is None else z + bias.to(z.dtype).reshape(shape)
+    z = affine((t * rstd).reshape(x.shape), weight, bias)
     if act == SILU:
         z = z.to(x.dtype).to(z.dtype) if round_before_act else z
         z = z * z.sigmoid()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +11,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from .._shared import tuning
 from .._shared.timing import BenchRow, measure
-from .bench import benches
+from .bench import benches, geometric_mean
 
 _SMALL = 2**20  # bytes of a row below which its time is the launch's
 
@@ -51,8 +50,7 @@ def tune(
     """The constants of a room that are faster than what it has, by name."""
 
     def time() -> float:
-        medians = [measure({"ours": row.ours}, "cuda", rounds=5)["ours"].median for row in rows]
-        return math.exp(sum(map(math.log, medians)) / len(medians))
+        return geometric_mean([measure({"ours": row.ours}, "cuda", rounds=5)["ours"].median for row in rows])
 
     before = {name: getattr(gpu, name) for name in candidates}
     columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()

@@ -374,11 +374,8 @@ def _derivatives(
     dx, dw, db = torch.ops.aten.convolution_backward(
         dy, x, weight, sizes, stride, padding, dilation, transposed, output_padding, groups, mask
     )
-    return (
-        dx if need_dx else None,
-        dw if need_dw else None,
-        db if need_db else None,
-    )  # oneDNN gives dw beside db unasked
+    # oneDNN gives dw beside db unasked.
+    return dx if need_dx else None, dw if need_dw else None, db if need_db else None
 
 
 # --- shards: what pixfuse.distributed needs to know ------------------------------------------------------------

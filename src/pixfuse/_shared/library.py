@@ -30,6 +30,7 @@ _KERNELS = Path(__file__).parents[1] / "_kernels.so"
 _log = logging.getLogger("pixfuse")
 
 OPS: dict[str, Op] = {}
+_GPUS = ("cuda", "xpu")
 _TAKE_INTEGERS = ("interpolate", "upsample_nearest")
 ALIASES: dict[str, str] = {}  # public functions whose work another op does
 
@@ -42,6 +43,7 @@ class Op:
         name: str,
         overload: torch._ops.OpOverload,
         reference: Callable[..., Any],
+        launch: Callable[..., Any],
         transformed: type[torch.autograd.Function],
         recorded: type[torch.autograd.Function],
         sharding: Sharding,
@@ -52,6 +54,7 @@ class Op:
         self.overload = overload
         self._call = overload._op  # the same without Python of its own
         self.reference = reference
+        self.launch = launch  # on a GPU
         self.transformed = transformed
         self.recorded = recorded
         self.sharding = sharding
@@ -83,10 +86,8 @@ class Op:
 
     def run(self, *args: Any) -> Any:
         """The kernel alone: nothing is recorded, and a GPU's is called past the dispatcher."""
-        x = args[0]
-        if x.is_cuda:
-            kernel, _ = gpu_kernel(self.room, self.name, x.dtype, x.device)
-            return (kernel or self.reference)(*args)
+        if args[0].is_cuda:
+            return self.launch(*args)
         with torch._C._AutoDispatchBelowAutograd():
             return self._call(*args)
 
@@ -165,8 +166,8 @@ def define_op(
     vmap = also_none(vmap)
     _LIBRARY.impl(name, reference, "CompositeExplicitAutograd")
     launch = _triton_or_reference(room, name, reference)
-    for key in ("CUDA", "XPU"):
-        _LIBRARY.impl(name, launch, key)
+    for kind in _GPUS:
+        _LIBRARY.impl(name, launch, kind.upper())
     qualified = f"pixfuse::{name}"
     torch.library.register_fake(qualified, fake, lib=_LIBRARY)
     torch.library.register_autograd(qualified, backward, setup_context=setup_context, lib=_LIBRARY)
@@ -212,7 +213,7 @@ def define_op(
         vmap=vmap,
     )
     recorded = function(forward=record, backward=backward)
-    OPS[name] = op = Op(name, overload, reference, transformed, recorded, sharding, room)
+    OPS[name] = op = Op(name, overload, reference, launch, transformed, recorded, sharding, room)
     return op
 
 
@@ -292,7 +293,7 @@ def _triton_or_reference(room: str, name: str, reference: Callable[..., Any]) ->
     """The GPU implementation of an op. It imports Triton at the first call only."""
 
     def launch(*args: Any) -> Any:
-        x = next(a for a in args if isinstance(a, Tensor))
+        x = args[0]
         kernel, _ = gpu_kernel(room, name, x.dtype, x.device)
         return (kernel or reference)(*args)
 
@@ -314,6 +315,13 @@ def gpu_kernel(room: str, name: str, dtype: torch.dtype, device: torch.device) -
     if dtype not in gpu.DTYPES:
         return None, f"the Triton kernel takes {', '.join(map(dtype_name, gpu.DTYPES))}, not {dtype_name(dtype)}"
     return kernel, "Triton kernel"
+
+
+def gpu_module(room: str, name: str, x: Tensor) -> Any:
+    """The room's module ``gpu`` if its kernels take ``x`` for the op ``name``, else None."""
+    if x.device.type not in _GPUS or gpu_kernel(room, name, x.dtype, x.device)[0] is None:
+        return None
+    return importlib.import_module(f"{room}.gpu")
 
 
 @functools.cache
@@ -390,7 +398,7 @@ def backend(op: str | Callable[..., Any], x: Tensor) -> Backend:
         if _KERNELS.exists():
             return Backend("reference", f"{_KERNELS.name} has no kernel for {name}")
         return Backend("reference", f"this install was built without the CPU kernels ({_KERNELS} is missing)")
-    if kind not in ("cuda", "xpu"):
+    if kind not in _GPUS:
         return Backend("reference", f"pixfuse has no kernels for device type {kind}")
     kernel, reason = gpu_kernel(OPS[name].room, name, x.dtype, x.device)
     return Backend("triton" if kernel else "reference", reason)

@@ -29,9 +29,8 @@ def tuned(room: str, **candidates: Sequence[Any]) -> tuple[Any, ...]:
     name = room.split(".")[-2]
     CANDIDATES[name] = candidates
     chosen = _table().get(architecture() or "", {}).get(name, {})
-    found = ((values, chosen.get(c)) for c, values in candidates.items())
-    found = ((values, tuple(v) if isinstance(v, list) else v) for values, v in found)  # JSON has no tuples
-    return tuple(v if v in values else values[0] for values, v in found)
+    chosen = {c: tuple(v) if isinstance(v, list) else v for c, v in chosen.items()}  # JSON has no tuples
+    return tuple(chosen[c] if chosen.get(c) in values else values[0] for c, values in candidates.items())
 
 
 @functools.cache

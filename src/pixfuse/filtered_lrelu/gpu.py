@@ -24,6 +24,7 @@ from .._shared.layout import dense_strides, to_layout
 from .._shared.tuning import tuned
 from ..upfirdn2d import upfirdn2d
 from ..upfirdn2d.op import filter_size
+from .reference import biased
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -344,7 +345,7 @@ def filtered_lrelu(
         x = to_layout(x, channels_last)
     if launch is None:
         u = _upsampled_domain(fd, down, out_w, out_h)
-        t = _resample(_biased(x, b), fu, up, 1, pad_x, pad_y, *u, flip, up * up)
+        t = _resample(biased(x, b), fu, up, 1, pad_x, pad_y, *u, flip, up * up)
         t = gain * torch.where(t > 0, t, t * slope)
         t = t.clamp(-clamp, clamp) if clamp >= 0 else t
         return _resample(t, fd, 1, down, 0, 0, out_w, out_h, flip, 1.0).to(x.dtype)
@@ -394,7 +395,7 @@ def filtered_lrelu_tangent(
     launch = _plan(*shape, channels_last, dtypes, of_x, of_x, down, _taps(fd), flip, gain, slope, clamp)
     if launch is None:
         u = _upsampled_domain(fd, down, out_w, out_h)
-        t = _resample(_biased(x, b), fu, up, 1, pad_x, pad_y, *u, flip, up * up)
+        t = _resample(biased(x, b), fu, up, 1, pad_x, pad_y, *u, flip, up * up)
         t = _factor(t, gain, slope, clamp) * _resample(v.float(), fu, up, 1, pad_x, pad_y, *u, flip, up * up)
         return _resample(t, fd, 1, down, 0, 0, out_w, out_h, flip, 1.0).to(x.dtype)
     y = new(x, shape, channels_last)
@@ -432,7 +433,7 @@ def filtered_lrelu_backward(
     launch = _plan(n, c, h, w, channels_last, dtypes, of_x, of_dy, up, ku, not flip, gain, slope, clamp)
     if launch is None:
         u = _upsampled_domain(fd, down, out_w, out_h)
-        t = _resample(_biased(x, b), fu, up, 1, pad_x, pad_y, *u, flip, up * up)
+        t = _resample(biased(x, b), fu, up, 1, pad_x, pad_y, *u, flip, up * up)
         kw, kh = filter_size(fd)
         t = _factor(t, gain, slope, clamp) * _resample(dy.float(), fd, down, 1, kw - 1, kh - 1, *u, not flip, 1.0)
         kw, kh = filter_size(fu)
@@ -458,10 +459,6 @@ def _one(device: torch.device) -> Tensor:
 
 
 # Filters that the kernel does not take go step by step, in float32.
-
-
-def _biased(x: Tensor, b: Tensor | None) -> Tensor:
-    return x.float() if b is None else x.float() + b.float()[:, None, None]
 
 
 def _factor(t: Tensor, gain: float, slope: float, clamp: float) -> Tensor:

@@ -38,7 +38,7 @@ def filtered_lrelu(
     clamp: float,
 ) -> Tensor:
     """``y`` of shape ``[N, C, out_h, out_w]`` in the dtype and layout of ``x``."""
-    v = _upsampled(_biased(x, b), fu, fd, up, down, pad_x, pad_y, out_w, out_h, flip)
+    v = _upsampled(biased(x, b), fu, fd, up, down, pad_x, pad_y, out_w, out_h, flip)
     w = gain * torch.where(v > 0, v, v * slope)
     if clamp >= 0:
         w = w.clamp(-clamp, clamp)
@@ -98,7 +98,8 @@ def filtered_lrelu_backward(
     return to_layout(dx.to(x.dtype), is_channels_last(x))
 
 
-def _biased(x: Tensor, b: Tensor | None) -> Tensor:
+def biased(x: Tensor, b: Tensor | None) -> Tensor:
+    """``x`` plus the bias per channel, in the compute dtype."""
     t = x.to(compute_dtype(x))
     return t if b is None else t + b.to(t.dtype).reshape(-1, 1, 1)
 
@@ -136,7 +137,7 @@ def _factor(
     slope: float,
     clamp: float,
 ) -> Tensor:
-    v = _upsampled(_biased(x, b), fu, fd, up, down, pad_x, pad_y, out_w, out_h, flip)
+    v = _upsampled(biased(x, b), fu, fd, up, down, pad_x, pad_y, out_w, out_h, flip)
     m = torch.where(v > 0, torch.full_like(v, gain), gain * slope)
     if clamp >= 0:
         m = torch.where((gain * torch.where(v > 0, v, v * slope)).abs() > clamp, 0, m)

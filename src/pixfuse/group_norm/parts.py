@@ -8,7 +8,6 @@ float64, pooled without cancellation.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .._shared.layout import compute_dtype, is_channels_last, to_layout
-from .._shared.library import gpu_kernel
+from .._shared.library import gpu_module
 from . import reference
 
 Gather = Callable[[Tensor], Tensor]  # [...] to [parts, ...]
@@ -29,7 +28,7 @@ def group_norm(args: Sequence[Any], whole: Sequence[Any], spans: Any, gather: Ga
         # No part of an image, but of a batch whose other parts may be whole images: the op's own statistics.
         stats = x.new_zeros((x.shape[0], num_groups), dtype=compute_dtype(x))
         return x.clone(), stats.to(torch.float64) if spans else stats, stats.clone()
-    kernels = _kernels(x)
+    kernels = gpu_module(__package__ or "", "group_norm", x)
     first = x.new_zeros((x.shape[0], num_groups), dtype=torch.float64)
     mean, rms = first, first
     if x.numel():
@@ -48,7 +47,7 @@ def group_norm(args: Sequence[Any], whole: Sequence[Any], spans: Any, gather: Ga
         deviations = torch.stack([mean - first, rms]).to(dtype)
         return kernels.normalise(x, deviations, weight, bias, num_groups, eps, act, round_before_act), *stats
     xhat = _deviations(x, mean) * _spread(stats[1], x)
-    z = reference._affine(xhat, weight, bias)
+    z = reference.affine(xhat, weight, bias)
     if act == reference.SILU:
         z = torch.nn.functional.silu(z.to(x.dtype).to(dtype) if round_before_act else z)
     return to_layout(z.to(x.dtype), is_channels_last(x)), *stats
@@ -60,7 +59,7 @@ def group_norm_backward(
     """The operator ``group_norm_backward`` on the parts of dy and x in ``args``; None for what is not needed."""
     dy, x, mean, rstd, weight, bias, num_groups, act, round_before_act, *needs = args
     dtype = compute_dtype(x)
-    kernels = _kernels(x)
+    kernels = gpu_module(__package__ or "", "group_norm_backward", x)
     pixels = whole[1].shape[2:].numel()
     sums = x.new_zeros((2, x.shape[0], num_groups), dtype=dtype)
     dweight = dbias = x.new_zeros(x.shape[1], dtype=dtype)
@@ -69,15 +68,10 @@ def group_norm_backward(
         sums, dweight, dbias = kernels.sums(*given)
     elif x.numel():
         xhat = _deviations(x, mean) * _spread(rstd, x)
-        dz = dy.to(dtype)
-        if act == reference.SILU:
-            z = reference._affine(xhat, weight, bias)
-            z = z.to(x.dtype).to(dtype) if round_before_act else z
-            s = z.sigmoid()
-            dz = dz * (s * (1 + z * (1 - s)))
+        dz = reference.through_act(dy.to(dtype), xhat, weight, bias, act, x.dtype if round_before_act else dtype)
         axes = [d for d in range(x.dim()) if d != 1]
         dweight, dbias = (dz * xhat).sum(axes), dz.sum(axes)
-        dz = reference._affine(dz, weight, None)
+        dz = reference.affine(dz, weight, None)
         sums = torch.stack([(dz * xhat), dz]).reshape(2, x.shape[0], num_groups, -1).sum(-1)
     dx = None
     if needs[0]:
@@ -91,14 +85,6 @@ def group_norm_backward(
             dx = (dz - _spread(sums[1], x) - xhat * _spread(sums[0], x)) * _spread(rstd, x)
             dx = to_layout(dx.to(x.dtype), is_channels_last(x))
     return dx, dweight if needs[1] else None, dbias if needs[2] else None
-
-
-def _kernels(x: Tensor) -> Any:
-    """The room's ``gpu`` module if its kernels take x, else None."""
-    if x.device.type not in ("cuda", "xpu"):
-        return None
-    room = __package__ or ""
-    return importlib.import_module(f"{room}.gpu") if gpu_kernel(room, "group_norm", x.dtype, x.device)[0] else None
 
 
 def _statistics(x: Tensor, num_groups: int) -> Tensor:

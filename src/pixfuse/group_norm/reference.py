@@ -40,7 +40,7 @@ def group_norm(
     centred, first, mean, scale = _centre(x, num_groups, math.sqrt(eps))
     variance = centred.square().mean(-1, keepdim=True)
     rstd = (variance + eps * scale * scale).rsqrt()
-    z = _affine((centred * rstd).reshape(x.shape), weight, bias)
+    z = affine((centred * rstd).reshape(x.shape), weight, bias)
     if act == SILU:
         z = F.silu(z.to(x.dtype).to(z.dtype) if round_before_act else z)
     y = to_layout(z.to(x.dtype), is_channels_last(x))
@@ -75,18 +75,13 @@ def group_norm_backward(
     variance = centred.square().mean(-1, keepdim=True)
     scaled_rstd = ((scale / rstd).square() + (variance - variance.detach())).rsqrt()
     xhat = (centred * scaled_rstd).reshape(x.shape)
-    g = dy.to(dtype)
-    if act == SILU:
-        z = _affine(xhat, weight, bias)
-        z = z.to(x.dtype).to(dtype) if round_before_act else z
-        s = z.sigmoid()
-        g = g * (s * (1 + z * (1 - s)))
+    g = through_act(dy.to(dtype), xhat, weight, bias, act, x.dtype if round_before_act else dtype)
     axes = [d for d in range(x.dim()) if d != 1]
     dweight = (g * xhat).sum(axes) if need_dweight else g.new_empty(0)
     dbias = g.sum(axes) if need_dbias else g.new_empty(0)
     if not need_dx:
         return dy.new_empty(0), dweight, dbias
-    g, xhat = _affine(g, weight, None).reshape(centred.shape), xhat.reshape(centred.shape)
+    g, xhat = affine(g, weight, None).reshape(centred.shape), xhat.reshape(centred.shape)
     dx = g - g.mean(-1, keepdim=True) - xhat * (g * xhat).mean(-1, keepdim=True)
     dx = (scaled_rstd * scale * dx).reshape(x.shape)
     return to_layout(dx.to(x.dtype), channels_last), dweight, dbias
@@ -111,7 +106,19 @@ def _centre(x: Tensor, num_groups: int, floor: Tensor | float) -> tuple[Tensor, 
     return t - rest, first, mean + rest, scale
 
 
-def _affine(t: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+def through_act(
+    g: Tensor, xhat: Tensor, weight: Tensor | None, bias: Tensor | None, act: int, z_dtype: torch.dtype
+) -> Tensor:
+    """The gradient of ``z`` from that of ``y``, where ``z`` was rounded to ``z_dtype``."""
+    if act != SILU:
+        return g
+    z = affine(xhat, weight, bias).to(z_dtype).to(g.dtype)
+    s = z.sigmoid()
+    return g * (s * (1 + z * (1 - s)))
+
+
+def affine(t: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    """``t`` times ``weight`` plus ``bias``, per channel, in the dtype of ``t``."""
     shape = [-1 if d == 1 else 1 for d in range(t.dim())]
     if weight is not None:
         t = t * weight.to(t.dtype).reshape(shape)

@@ -136,7 +136,7 @@ if INTERPRETING:
 
         if name == "even":
             x = x + 1e4
-        with mock.patch.object(parts, "_kernels", return_value=gpu):
+        with mock.patch.object(parts, "gpu_module", return_value=gpu):
             model = partial(reference.group_norm, round_before_act=False)
             assert_accurate(lambda x, *rest: value(x)[:3], model, x, weight, bias, groups, 1e-3, act)
             _, _, rstd, mean = value(x)

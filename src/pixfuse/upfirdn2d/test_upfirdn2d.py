@@ -651,6 +651,8 @@ def test_a_step_beyond_the_image_costs_nothing() -> None:
     y = upfirdn2d(x, torch.ones(4, 4), down=2**31 - 1)
     y.backward()
     torch.testing.assert_close(y, upfirdn2d(x, torch.ones(4, 4), down=64)[..., :1, :1])
+    with pytest.raises(ValueError, match="padding must be at most 2147483647 in magnitude, got 2147483648"):
+        upfirdn2d(x, None, padding=2**31)
     with pytest.raises(ValueError, match="down must be at most 2147483647 in magnitude, got 9223372036854775807"):
         upfirdn2d(x, torch.ones(4, 4), down=2**63 - 1)
 

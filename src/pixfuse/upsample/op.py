@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,7 +13,7 @@ from torch import Tensor
 from .._shared import checks
 from .._shared.batching import into_batch
 from .._shared.layout import empty, is_channels_last, to_layout
-from .._shared.library import Op, define_op, gpu_kernel, linear
+from .._shared.library import Op, define_op, gpu_module, linear
 from .._shared.sharding import IMAGE, Sharding, Window, inside
 from . import reference
 from .taps import AREA, CUBIC, LANCZOS, LINEAR, NEAREST, NEAREST_EXACT, axis_taps
@@ -320,9 +319,10 @@ def _interpolate_part(args: Sequence[Any], whole: Sequence[Any], spans: Any, gat
     x, mode = args[0], args[2]
     copies = mode in _COPIES and not back
     maps = [(*_axis_map(whole, axis, back), spans.get(axis)) for axis in range(2, x.dim())]
-    if x.device.type in ("cuda", "xpu") and gpu_kernel(__package__ or "", "interpolate", x.dtype, x.device)[0]:
+    kernels = gpu_module(__package__ or "", "interpolate", x)
+    if kernels:
         sizes = [spans[axis][1] - spans[axis][0] if axis in spans else n for axis, n in enumerate(whole[1], 2)]
-        y: Tensor = importlib.import_module(f"{__package__}.gpu").resize(x, maps, sizes, copies)
+        y: Tensor = kernels.resize(x, maps, sizes, copies)
         return y
     return reference.resize(x, [axis_taps(*m) for m in maps], copies)
 
