@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import pixfuse
 from pixfuse import compat
 from pixfuse._shared.testing import GOLDEN, check_golden, golden, golden_cases
 
@@ -331,6 +332,37 @@ def test_no_weight_gradients_reaches_conv2d_resample() -> None:
             (dx,) = torch.autograd.grad(y.square().sum(), [x], create_graph=True)
         dx.square().sum().backward()
         assert w.grad is not None
+
+
+@pytest.mark.parametrize("demodulate", [False, True])
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("fused", [False, True])
+def test_no_weight_gradients_in_modulated_conv2d(fused: bool, channels_last: bool, demodulate: bool) -> None:
+    """None for the weight, though demodulation and styles make more of it than a weight; the styles get all theirs."""
+    x = torch.randn(2, 3, 6, 6, dtype=torch.float64)
+    if channels_last:
+        x = x.contiguous(memory_format=torch.channels_last)
+    w, styles = torch.randn(4, 3, 3, 3, dtype=torch.float64), torch.randn(2, 3, dtype=torch.float64)
+    tensors = [t.requires_grad_() for t in (x, w, styles)]
+
+    def call(up: int = 1) -> Tensor:
+        return pixfuse.modulated_conv2d(*tensors, up=up, padding=1, demodulate=demodulate, fused_modconv=fused).square()
+
+    for up in (1, 2):
+        want = torch.autograd.grad(call(up).sum(), tensors)
+        y = call(up)
+        with compat.nvlabs.conv2d_gradfix.no_weight_gradients():
+            found = torch.autograd.grad(y.sum(), tensors, allow_unused=True)
+        assert found[1] is None
+        torch.testing.assert_close([found[0], found[2]], [want[0], want[2]])
+    want = torch.autograd.grad(torch.autograd.grad(call().sum(), styles, create_graph=True)[0].square().sum(), w)
+    with compat.nvlabs.conv2d_gradfix.no_weight_gradients():
+        (slope,) = torch.autograd.grad(call().sum(), styles, create_graph=True)
+    torch.testing.assert_close(torch.autograd.grad(slope.square().sum(), w), want)  # path length, outside again
+    w.grad = None
+    with compat.nvlabs.conv2d_gradfix.no_weight_gradients():
+        pixfuse.modulated_conv2d(x[:0], w, styles[:0], fused_modconv=fused).sum().backward()
+    assert w.grad is None
 
 
 # --- refusals -------------------------------------------------------------------------------------------------

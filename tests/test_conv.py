@@ -281,3 +281,42 @@ def test_no_weight_gradient_beside_that_of_the_bias() -> None:
     assert w.grad is None
     assert b.grad is not None
     torch.testing.assert_close(b.grad, torch.full((3,), 32.0))
+
+
+def test_one_context_object_serves_again_nested_in_threads_and_as_decorator() -> None:
+    off, on = conv.no_weight_gradients(), conv.no_weight_gradients(False)
+    with off, on, off:
+        assert conv.weight_gradients_disabled()
+    assert not conv.weight_gradients_disabled()
+    assert off(conv.weight_gradients_disabled)()
+    assert off(conv.weight_gradients_disabled)()
+    inside, outside = threading.Barrier(4), []
+
+    def work() -> None:
+        for _ in range(20):
+            with off:
+                inside.wait(30)
+                outside.append(not conv.weight_gradients_disabled())
+            outside.append(conv.weight_gradients_disabled())
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert outside == [False] * 160
+    compiled = torch.compile(off(torch.sin), backend="aot_eager")
+    compiled(torch.ones(2))
+    assert not conv.weight_gradients_disabled()
+
+
+def test_what_is_no_weight_keeps_its_gradient() -> None:
+    """Third order: the upstream gradient of a weight gradient is differentiable inside the context."""
+    x, w, _ = _tensors(False, 1)
+    (dw,) = torch.autograd.grad(conv.conv2d(x, w).square().sum(), [w], create_graph=True)
+    v = torch.ones_like(dw).requires_grad_()
+    (dx,) = torch.autograd.grad(dw, [x], v, create_graph=True)
+    want = torch.autograd.grad(dx.square().sum(), [v], retain_graph=True)
+    with conv.no_weight_gradients():
+        found = torch.autograd.grad(dx.square().sum(), [v])
+    torch.testing.assert_close(found, want)

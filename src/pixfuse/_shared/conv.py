@@ -9,7 +9,7 @@ an image, which libraries run slowly.) Nothing is computed that the engine did n
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -24,28 +24,58 @@ _KEY = "pixfuse.weight_gradients_disabled"
 _NAMED = ("same", "valid")
 
 
-@contextlib.contextmanager
-def no_weight_gradients(disable: bool = True) -> Iterator[None]:
+class no_weight_gradients(contextlib.ContextDecorator):
     """Backward passes that run inside compute no weight gradients: weights get None, inputs and biases theirs.
 
     It counts when backward runs, not when forward did, and only for this thread (autograd's own threads follow the
-    one that calls backward). An exception inside restores what was before.
+    one that calls backward). An exception inside restores what was before. One object serves any number of ``with``
+    blocks, nested and in several threads, and decorates functions.
 
     Args:
         disable: False for a context that does nothing.
     """
-    before = weight_gradients_disabled()
-    torch._C._stash_obj_in_tls(_KEY, disable or before)
-    try:
-        yield
-    finally:
-        torch._C._stash_obj_in_tls(_KEY, before)
+
+    def __init__(self, disable: bool = True) -> None:
+        self.disable = disable
+
+    def __enter__(self) -> None:
+        if not torch.compiler.is_compiling():  # each block keeps the one around it
+            torch._C._stash_obj_in_tls(_KEY, (self.disable or weight_gradients_disabled(), _block()))
+
+    def __exit__(self, *error: object) -> None:
+        if not torch.compiler.is_compiling():
+            torch._C._stash_obj_in_tls(_KEY, _block()[1])
 
 
 def weight_gradients_disabled() -> bool:
     """Whether this thread is inside :func:`no_weight_gradients`."""
+    return bool(_block()[0])
+
+
+def _block() -> tuple[bool, Any]:
     # PyTorch hands this storage on to the threads of the autograd engine; Python's threading.local stays behind.
-    return bool(torch._C._is_key_in_tls(_KEY) and torch._C._get_obj_in_tls(_KEY))
+    found = torch._C._get_obj_in_tls(_KEY) if torch._C._is_key_in_tls(_KEY) else None
+    return found or (False, None)
+
+
+class _Gate(torch.autograd.Function):
+    """A weight, whose gradient is None where weight gradients are disabled."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor) -> Tensor:
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, dw: Tensor) -> Tensor | None:
+        return None if weight_gradients_disabled() else dw
+
+
+def gate(weight: Tensor) -> Tensor:
+    """``weight`` for whatever is computed from it: inside :func:`no_weight_gradients` it gets None from all of that."""
+    if _leave_to_torch(weight, weight, None) and not on_shards(weight):
+        return weight
+    result: Tensor = _Gate.apply(weight)
+    return result
 
 
 def conv2d(
@@ -57,10 +87,12 @@ def conv2d(
     dilation: int | Sequence[int] = 1,
     groups: int = 1,
     scale: Tensor | None = None,
+    gated: bool = True,
 ) -> Tensor:
     """:func:`torch.nn.functional.conv2d`, differentiable any number of times.
 
     With ``scale`` ``[N, C]`` (and no bias) of ``x`` times it, per image and channel. That product is not kept.
+    ``gated`` is False where ``weight`` was made from a gated one and more, which needs its gradient.
     """
     if scale is not None and _makes_product(x, scale, weight):
         x, scale = scaled(x, scale), None
@@ -76,7 +108,7 @@ def conv2d(
         if total[0] % 2 or total[1] % 2:
             x = upfirdn2d(x, None, padding=[0, total[1] % 2, 0, total[0] % 2])
         padding = [t // 2 for t in total]
-    how = _How(_two(stride), _two(padding), _two(dilation), False, (0, 0), groups)
+    how = (_How if gated else _Ungated)(_two(stride), _two(padding), _two(dilation), False, (0, 0), groups)
     return _convolve(x, weight, bias, how) if scale is None else _ScaledConvolution.apply(x, scale, weight, how)
 
 
@@ -90,8 +122,9 @@ def conv_transpose2d(
     groups: int = 1,
     dilation: int | Sequence[int] = 1,
     scale: Tensor | None = None,
+    gated: bool = True,
 ) -> Tensor:
-    """:func:`torch.nn.functional.conv_transpose2d`, differentiable any number of times; ``scale`` as in ``conv2d``."""
+    """:func:`torch.nn.functional.conv_transpose2d`, differentiable any number of times; the rest as in ``conv2d``."""
     if scale is not None and _makes_product(x, scale, weight):
         x, scale = scaled(x, scale), None
     if scale is None and _leave_to_torch(x, weight, bias) and not on_shards(x):
@@ -106,7 +139,7 @@ def conv_transpose2d(
             dilation,
         )
         return result
-    how = _How(_two(stride), _two(padding), _two(dilation), True, _two(output_padding), groups)
+    how = (_How if gated else _Ungated)(_two(stride), _two(padding), _two(dilation), True, _two(output_padding), groups)
     return _convolve(x, weight, bias, how) if scale is None else _ScaledConvolution.apply(x, scale, weight, how)
 
 
@@ -124,6 +157,10 @@ class _How(NamedTuple):
     transposed: bool
     output_padding: tuple[int, int]
     groups: int
+
+
+class _Ungated(_How):
+    """The same, with weight gradients in any context."""
 
 
 def _two(value: Any) -> tuple[int, int]:
@@ -228,14 +265,19 @@ def _convolve_alike(x: Tensor, weight: Tensor, bias: Tensor | None, how: _How) -
         return _Convolution.apply(cast(x), cast(weight), None if bias is None else cast(bias), how)
 
 
-def _wanted(ctx: Any) -> list[bool]:
-    """Which inputs of a node the running backward needs; ``needs_input_grad`` only knows which could need one."""
+def _wanted(ctx: Any, weight: int | None = None) -> list[bool]:
+    """Which inputs of a node the running backward needs; ``needs_input_grad`` only knows which could need one.
+
+    ``weight`` is the number of the one that :func:`no_weight_gradients` is about.
+    """
     found = list(ctx.needs_input_grad)
     for i, (node, _) in enumerate(ctx.next_functions):  # one for each leading tensor
         if node is not None:
             # A leaf that autograd.grad was asked for is refused by the question: then it is wanted.
             with contextlib.suppress(RuntimeError):
                 found[i] = torch._C._will_engine_execute_node(node)
+    if weight is not None and not isinstance(ctx.how, _Ungated) and weight_gradients_disabled():
+        found[weight] = False
     return found
 
 
@@ -254,8 +296,7 @@ class _Convolution(torch.autograd.Function):
         if dy is None:
             return (None,) * 4
         x, weight = ctx.saved_tensors
-        need_dx, need_dw, need_db = _wanted(ctx)[:3]
-        need_dw = need_dw and not weight_gradients_disabled()
+        need_dx, need_dw, need_db = _wanted(ctx, 1)[:3]
         if x is not None and not torch.is_grad_enabled():  # nobody differentiates again: all in one call
             return *_derivatives(dy, x, weight, ctx.how, need_dx, need_dw, need_db), None
         dx = _Transposed.apply(dy, weight, _form(x), ctx.how, ctx.size) if need_dx else None
@@ -278,8 +319,7 @@ class _ScaledConvolution(torch.autograd.Function):
         if dy is None:
             return (None,) * 4
         x, scale, weight = ctx.saved_tensors
-        need_dx, need_dscale, need_dw = _wanted(ctx)[:3]
-        need_dw = need_dw and not weight_gradients_disabled()
+        need_dx, need_dscale, need_dw = _wanted(ctx, 2)[:3]
         need_d = need_dx or need_dscale
         product = scaled(x, scale) if need_dw else x
         if not torch.is_grad_enabled():
@@ -313,11 +353,9 @@ class _Transposed(torch.autograd.Function):
         if v is None:
             return (None,) * 5
         dy, weight = ctx.saved_tensors
-        need_ddy, need_dw = _wanted(ctx)[:2]
+        need_ddy, need_dw = _wanted(ctx, 1)[:2]
         ddy = _Convolution.apply(v, weight, None, ctx.how) if need_ddy else None
-        dw = None
-        if need_dw and not weight_gradients_disabled():
-            dw = _WeightGradient.apply(v, dy, weight.detach(), ctx.how)
+        dw = _WeightGradient.apply(v, dy, weight.detach(), ctx.how) if need_dw else None
         return ddy, dw, None, None, None
 
 
@@ -337,8 +375,9 @@ class _WeightGradient(torch.autograd.Function):
             return (None,) * 4
         x, dy = ctx.saved_tensors
         need_x, need_dy = _wanted(ctx)[:2]
-        dx = _Transposed.apply(dy, v, _form(x), ctx.how, x.shape) if need_x else None
-        return dx, _Convolution.apply(x, v, None, ctx.how) if need_dy else None, None, None
+        how = _Ungated(*ctx.how)  # v is no weight
+        dx = _Transposed.apply(dy, v, _form(x), how, x.shape) if need_x else None
+        return dx, _Convolution.apply(x, v, None, how) if need_dy else None, None, None
 
 
 def _adjoint(dy: Tensor, weight: Tensor, how: _How, size: Sequence[int]) -> Tensor:

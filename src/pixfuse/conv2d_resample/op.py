@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .._shared import checks
-from .._shared.conv import as_x_is, autocast_device, conv2d, conv_transpose2d, on_shards, scaled, split_as
+from .._shared.conv import as_x_is, autocast_device, conv2d, conv_transpose2d, gate, on_shards, scaled, split_as
 from .._shared.layout import compute_dtype, is_channels_last
 from .._shared.library import ALIASES
 from ..upfirdn2d import upfirdn2d
@@ -145,7 +145,7 @@ def modulated_conv2d(
         checks.same_device(op, "noise", noise, x)
 
     weight, styles = as_x_is(op, x, weight=weight, styles=styles)
-    w, s, d = _factors(x, weight, styles, demodulate)
+    w, s, d = _factors(x, gate(weight), styles, demodulate)
     n, c, h, width = x.shape
     conv = (resample_filter, up, down, pads)
     # Split images and images in channels_last stay as they are where one convolution has all of them.
@@ -159,7 +159,8 @@ def modulated_conv2d(
         w = w * s[:, None, :, None, None]
         if d is not None:
             w = w * d[:, :, None, None, None]
-        y = _resampled(x.reshape(1, n * c, h, width), w.to(x.dtype).flatten(0, 1), *conv, n, flip_weight, False)
+        w, x = w.to(x.dtype).flatten(0, 1), x.reshape(1, n * c, h, width)
+        y = _resampled(x, w, *conv, n, flip_weight, False, gated=False)  # w is made of styles too
         y = y.reshape(n, -1, *y.shape[2:])
     return y if noise is None else split_as(y, y + split_as(y, noise).to(y.dtype))
 
@@ -196,53 +197,69 @@ def _resampled(
     flip_weight: bool,
     flip_filter: bool,
     scale: Tensor | None = None,
+    gated: bool = True,
 ) -> Tensor:
     """The formula of ``reference.conv2d_resample`` with its linear steps in the cheapest order.
 
-    ``scale`` ``[N, C]`` multiplies ``x``, or what a filter made of it.
+    ``scale`` ``[N, C]`` multiplies ``x``, or what a filter made of it. ``gated`` as in ``_shared.conv.conv2d``.
     """
     kh, kw = map(int, w.shape[2:])
     x0, x1, y0, y1 = pads
     if x.numel() == 0 or w.numel() == 0:  # convolutions refuse some of these
         height, width = _sizes(x, w, f, up, down, pads)
         x = x if scale is None else scaled(x, scale)
-        return (x.sum() + w.sum()).expand(x.shape[0], w.shape[0], height, width).contiguous()
+        return (x.sum() + (gate(w) if gated else w).sum()).expand(x.shape[0], w.shape[0], height, width).contiguous()
+    how = (groups, flip_weight, scale, gated)
     if up == 1 and (down == 1 or f is None):  # no filter at all
         if x0 == x1 >= 0 and y0 == y1 >= 0:
-            return _conv(x, w, down, (y0, x0), groups, flip_weight, scale)
-        return _conv(upfirdn2d(x, None, padding=pads), w, down, (0, 0), groups, flip_weight, scale)
+            return _conv(x, w, down, (y0, x0), *how)
+        return _conv(upfirdn2d(x, None, padding=pads), w, down, (0, 0), *how)
     if up == 1:
         if kh == kw == 1:  # filter and decimate first
-            return _conv(upfirdn2d(x, f, 1, down, pads, flip_filter), w, 1, (0, 0), groups, flip_weight, scale)
-        return _conv(upfirdn2d(x, f, 1, 1, pads, flip_filter), w, down, (0, 0), groups, flip_weight, scale)
+            return _conv(upfirdn2d(x, f, 1, down, pads, flip_filter), w, 1, (0, 0), *how)
+        return _conv(upfirdn2d(x, f, 1, 1, pads, flip_filter), w, down, (0, 0), *how)
 
     if kh == kw == 1:  # convolve before inserting zeros
-        y = upfirdn2d(_conv(x, w, 1, (0, 0), groups, flip_weight, scale), f, up, 1, pads, flip_filter, up**2)
+        y = upfirdn2d(_conv(x, w, 1, (0, 0), *how), f, up, 1, pads, flip_filter, up**2)
     else:
         # The transposed convolution inserts the zeros and pads by k - 1 - inner on all sides (leaving out the zeros
         # after the last sample); the filter's step pads what is then lacking, or crops what is too much.
         x0, x1, y0, y1 = x0 - (kw - 1), x1 - (kw - up), y0 - (kh - 1), y1 - (kh - up)
         inner_x, inner_y = max(min(-x0, -x1, kw - 1), 0), max(min(-y0, -y1, kh - 1), 0)
-        y = _conv_transposed(x, w, up, (inner_y, inner_x), groups, flip_weight, scale)
+        y = _conv_transposed(x, w, up, (inner_y, inner_x), *how)
         rest = (x0 + inner_x, x1 + inner_x, y0 + inner_y, y1 + inner_y)
         y = upfirdn2d(y, f, 1, 1, rest, flip_filter, up**2)
     return y if down == 1 else upfirdn2d(y, f, 1, down, 0, flip_filter)
 
 
 def _conv(
-    x: Tensor, w: Tensor, stride: int, padding: tuple[int, int], groups: int, flip_weight: bool, scale: Tensor | None
+    x: Tensor,
+    w: Tensor,
+    stride: int,
+    padding: tuple[int, int],
+    groups: int,
+    flip_weight: bool,
+    scale: Tensor | None,
+    gated: bool,
 ) -> Tensor:
     w = w if flip_weight or w.shape[2] == w.shape[3] == 1 else w.flip(2, 3)
-    return conv2d(x, w, stride=stride, padding=padding, groups=groups, scale=scale)
+    return conv2d(x, w, stride=stride, padding=padding, groups=groups, scale=scale, gated=gated)
 
 
 def _conv_transposed(
-    x: Tensor, w: Tensor, stride: int, padding: tuple[int, int], groups: int, flip_weight: bool, scale: Tensor | None
+    x: Tensor,
+    w: Tensor,
+    stride: int,
+    padding: tuple[int, int],
+    groups: int,
+    flip_weight: bool,
+    scale: Tensor | None,
+    gated: bool,
 ) -> Tensor:
     """Convolution of ``x`` with ``stride - 1`` zeros between its samples; a transposed one scatters, so convolves."""
     w = w.flip(2, 3) if flip_weight else w
     w = w.unflatten(0, (groups, -1)).transpose(1, 2).flatten(0, 1)  # [in, out / groups, kh, kw]
-    return conv_transpose2d(x, w, stride=stride, padding=padding, groups=groups, scale=scale)
+    return conv_transpose2d(x, w, stride=stride, padding=padding, groups=groups, scale=scale, gated=gated)
 
 
 # --- checks ---------------------------------------------------------------------------------------------------

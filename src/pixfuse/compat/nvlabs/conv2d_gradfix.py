@@ -2,8 +2,9 @@
 
 What pixfuse does better on purpose:
 
-* ``no_weight_gradients`` works: on every PyTorch and device, in ``conv2d_resample`` and ``modulated_conv2d`` too. It
-  keeps to its thread, and an exception inside does not leave it on.
+* ``no_weight_gradients`` works: on every PyTorch and device, in ``conv2d_resample`` and ``modulated_conv2d`` too (there
+  the weight gets None, and the styles theirs). It keeps to its thread, an exception inside does not leave it on, and
+  one object serves any number of blocks.
 * The second order is cheap on every PyTorch. ``enabled`` may be set as before; nothing depends on it.
 * ``padding="same"`` and ``"valid"`` are supported.
 
