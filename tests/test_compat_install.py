@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -277,6 +278,94 @@ def test_rebind(project: Project) -> None:
     assert all(after[k] is before[k] for k in before)
 
 
+def _changed(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    return [k for k in before.keys() | after.keys() if k not in before or after.get(k) is not before[k]]
+
+
+DEEP = {**NVLABS, "torch_utils/ops/deep/__init__.py": "from .. import bias_act\n", "client.py": CLIENT}
+
+
+def _meddle() -> None:
+    """What a client may do with the real packages while the drop-ins are installed."""
+    import torch_utils.ops.deep
+    from torch_utils.ops import extra
+
+    assert torch_utils.ops.deep.bias_act is compat.nvlabs.bias_act
+    assert extra.upfirdn2d is compat.nvlabs.upfirdn2d
+    for name in ("torch_utils.ops", "torch_utils"):
+        importlib.reload(sys.modules[name])
+    for name in ("torch_utils.ops.upfirdn2d", "torch_utils.ops.extra", "torch_utils.ops", "torch_utils.ops.fma"):
+        del sys.modules[name]
+        importlib.import_module(name)
+    assert importlib.reload(sys.modules["torch_utils.ops"]).bias_act is compat.nvlabs.bias_act
+    assert sys.modules["torch_utils.ops.upfirdn2d"] is compat.nvlabs.upfirdn2d
+    assert compat.nvlabs.upfirdn2d.__spec__.name == "pixfuse.compat.nvlabs.upfirdn2d"
+
+
+def test_reloads_and_imports_in_between_leave_nothing(project: Project) -> None:
+    project(DEEP)
+    importlib.import_module("client")
+    importlib.import_module("pixfuse.compat.nvlabs")
+    before = _snapshot()
+    with compat.installed("nvlabs"):
+        _meddle()
+    after = _snapshot()
+    # reload itself makes these anew
+    new = {f"torch_utils:{name}" for name in ("__spec__", "__loader__", "__cached__", "__file__", "__path__")}
+    new |= {f"torch_utils.ops:{name}" for name in ("__cached__", "__file__", "__path__")}
+    assert set(_changed(before, after)) <= new
+    import torch_utils.ops.extra
+
+    assert torch_utils.ops.extra.upfirdn2d.upfirdn2d() == "own"
+
+
+def test_packages_first_imported_in_between_leave_nothing(project: Project) -> None:
+    project(DEEP)
+    with compat.installed("nvlabs"):
+        _meddle()
+    assert [name for name in sys.modules if name.startswith("torch_utils.")] == []
+    import torch_utils.ops.deep  # all of it their own again, attributes of the packages too
+    import torch_utils.ops.extra
+
+    assert torch_utils.ops.deep.bias_act.bias_act() == torch_utils.ops.extra.upfirdn2d.upfirdn2d() == "own"
+
+
+def test_reload_of_a_module_of_ours() -> None:
+    with compat.installed("rosinality"):
+        import op.fused_act
+
+        assert importlib.reload(op.fused_act) is op.fused_act
+        assert op.fused_act.FusedLeakyReLU is compat.rosinality.FusedLeakyReLU
+
+
+def test_a_blocked_import(monkeypatch: pytest.MonkeyPatch) -> None:
+    """None in sys.modules is how tests take a package away."""
+    monkeypatch.setitem(sys.modules, "torch_utils", None)
+    monkeypatch.setitem(sys.modules, "torch_utils.ops", None)
+    with compat.installed("nvlabs"):
+        from torch_utils.ops import fma
+
+        assert fma is compat.nvlabs.fma
+    assert sys.modules["torch_utils"] is sys.modules["torch_utils.ops"] is None
+
+
+def test_rebind_later(project: Project) -> None:
+    project({**NVLABS, "client.py": CLIENT})
+    import client
+
+    own = client.upfirdn2d
+    with compat.installed("nvlabs") as report:
+        assert client.upfirdn2d is own
+        with compat.installed("nvlabs", rebind=True) as same:
+            assert same is report
+            assert report.rebound
+        assert sorted(report.held) == ["client.function", "client.upfirdn2d"]
+        assert client.upfirdn2d is compat.nvlabs.upfirdn2d
+        client.function = None  # the client's own doing stays
+    assert client.upfirdn2d is own
+    assert client.function is None
+
+
 def test_functions_of_the_package_itself(project: Project) -> None:
     project({"op/__init__.py": OWN.format("upfirdn2d"), "client.py": "from op import upfirdn2d\nimport op\n"})
     import client
@@ -301,7 +390,71 @@ def test_twice_and_nested() -> None:
         import torch_utils.ops
 
         assert torch_utils.ops.fma is compat.nvlabs.fma
-        assert compat.install("nvlabs") is first
+    assert "torch_utils" not in sys.modules
+    assert compat.install("nvlabs") is compat.install("nvlabs")
+    with compat.installed("nvlabs"):
+        pass
+    importlib.import_module("torch_utils.ops.fma")
+    compat.uninstall("nvlabs")
+    assert "torch_utils" not in sys.modules
+
+
+def test_install_and_blocks_that_overlap() -> None:
+    block = compat.installed("nvlabs")
+    with block, block:
+        report = compat.install("nvlabs")
+        compat.uninstall("nvlabs")
+        with pytest.raises(ValueError, match=r"got nvlabs as torch_utils\.ops \(installed: nothing is\)"):
+            compat.uninstall("nvlabs")
+        importlib.import_module("torch_utils.ops.fma")
+        compat.install("nvlabs")
+    with block as other:
+        assert other is report
+    importlib.import_module("torch_utils.ops.fma")
+    with block:
+        compat.uninstall("nvlabs")
+        importlib.import_module("torch_utils.ops.fma")
+    assert "torch_utils" not in sys.modules
+
+    @block
+    def client() -> Any:
+        return importlib.import_module("torch_utils.ops.fma")
+
+    assert client() is client() is compat.nvlabs.fma
+    assert "torch_utils" not in sys.modules
+
+
+@pytest.mark.parametrize("real", [False, True])
+def test_threads(project: Project, real: bool) -> None:
+    """Blocks of 8 threads, with install and uninstall in between: nobody misses a module, and nothing is left."""
+    if real:
+        project({"mmcv/__init__.py": "", "mmcv/ops/__init__.py": "", "mmcv/ops/nms.py": "here = True\n"})
+        importlib.import_module("mmcv")
+    errors = []
+
+    def work(number: int) -> None:
+        try:
+            for i in range(25):
+                with compat.installed("mmcv", None if (number + i) % 3 else "models.ops"):
+                    ops = importlib.import_module("mmcv.ops" if (number + i) % 3 else "models.ops")
+                    assert ops.bias_act is compat.mmcv.bias_act
+                if number == 0:
+                    compat.install("mmcv")
+                    importlib.import_module("mmcv.ops.upfirdn2d")
+                    compat.uninstall("mmcv")
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    assert "mmcv.ops" not in sys.modules
+    assert ("mmcv" in sys.modules) == real
+    assert not real or not hasattr(sys.modules["mmcv"], "ops")
+    assert not [name for name in sys.modules if name.partition(".")[0] == "models"]
 
 
 def test_several_peers_and_an_exception() -> None:
@@ -335,8 +488,10 @@ def test_refusals(project: Project) -> None:
         compat.install("stylegan")
     with pytest.raises(TypeError, match=r"install: name must be one of .*, got 3"):
         compat.install(3)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="install: name must be one of"), compat.installed("stylegan"):
-        pass
+    for name, error in (("stylegan", ValueError), ("", ValueError), (["nvlabs"], TypeError), (None, TypeError)):
+        for verb in (compat.install, compat.installed, compat.uninstall):
+            with pytest.raises(error, match="install: name must be one of nvlabs, rosinality, basicsr, mmcv, got"):
+                verb(name)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"uninstall: name must be that of an installed peer, got mmcv as mmcv\.ops"):
         compat.uninstall("mmcv")
     with pytest.raises(ValueError, match=r"install: path must be None or an import path such as .*, got 'a b'"):
@@ -347,7 +502,7 @@ def test_refusals(project: Project) -> None:
         compat.install("nvlabs", rebind=1)  # type: ignore[arg-type]
     with (
         compat.installed("nvlabs", "models.op"),
-        pytest.raises(ValueError, match=r"install: path must be free, got models\.op, where nvlabs is installed"),
+        pytest.raises(ValueError, match=r"path must be apart from what is installed, got models\.op, but nvlabs is"),
     ):
         compat.install("mmcv", "models.op")
     project({"op.py": "something = 'else'\n"})
@@ -357,6 +512,91 @@ def test_refusals(project: Project) -> None:
     importlib.import_module("op")
     with pytest.raises(ValueError, match=wrong_root):
         compat.install("rosinality")
+
+
+@pytest.mark.parametrize("path", ["", "a..b", ".a", "1a", "a b", "class.op", "models.if"])
+def test_paths_that_cannot_be_imported(path: str) -> None:
+    with pytest.raises(ValueError, match=r"install: path must be None or an import path such as 'models\.op', got"):
+        compat.install("nvlabs", path)
+
+
+@pytest.mark.parametrize("name", PEERS)
+@pytest.mark.parametrize(
+    ("path", "match"),
+    [
+        ("json", "be that of a copy of .* ops, or be free, got json, which has none of upfirdn2d"),
+        ("torch", "be that of a copy of"),
+        ("torch.nn", "be that of a copy of"),
+        ("numpy.linalg", "be that of a copy of"),
+        ("xml.dom", "be that of a copy of"),  # not imported
+        ("json.decoder", r"lead through packages, got json\.decoder, but json\.decoder is the module .*decoder\.py"),
+        ("torch.ops", r"lead through packages, got torch\.ops"),
+        (
+            "torch.nn.functional.op",
+            r"lead .*, got torch\.nn\.functional\.op, but torch\.nn\.functional is",
+        ),
+        ("os.path", "lead through packages"),
+        ("sys", "lead through packages"),
+        ("__main__.op", "lead through packages"),
+        ("pixfuse", "lie outside of pixfuse, got 'pixfuse'"),
+        ("pixfuse.upfirdn2d", "lie outside of pixfuse"),
+        ("pixfuse.op", "lie outside of pixfuse"),
+    ],
+)
+def test_paths_of_something_else(name: str, path: str, match: str) -> None:
+    loaded = set(sys.modules)
+    with pytest.raises(ValueError, match=f"install: path must {match}"):
+        compat.install(name, path)
+    assert {n for n in set(sys.modules) - loaded if not n.startswith("pixfuse.")} == set()  # looked at, not imported
+
+
+def test_paths_in_each_other() -> None:
+    with compat.installed("rosinality", "models"):
+        for path in ("models", "models.op", "models.upfirdn2d"):
+            with pytest.raises(ValueError, match=r"apart from .*, got .*, but rosinality is installed as models"):
+                compat.install("nvlabs", path)
+    with compat.installed("rosinality", "models.op"):
+        with pytest.raises(ValueError, match="apart from what is installed"):
+            compat.install("nvlabs", "models")
+        with compat.installed("nvlabs", "models.ops"):
+            importlib.import_module("models.op.fused_act")
+            importlib.import_module("models.ops.fma")
+        assert importlib.import_module("models.op.upfirdn2d").upfirdn2d is compat.rosinality.upfirdn2d
+        import models
+
+        assert not hasattr(models, "ops")
+    assert "models" not in sys.modules
+
+
+COPIES = {
+    "a package with one of the modules": {"models/sub/op/upfirdn2d.py": OWN.format("upfirdn2d")},
+    "in packages that compile when imported": {
+        "models/__init__.py": "raise RuntimeError\n",
+        "models/sub/__init__.py": "",
+        "models/sub/op/__init__.py": "raise RuntimeError\n",
+        "models/sub/op/fused_act.py": "",
+    },
+    "a function of the package itself": {"models/sub/op/__init__.py": OWN.format("upfirdn2d")},
+    "nothing in a namespace": {"models/sub/other.py": ""},
+}
+
+
+@pytest.mark.parametrize("files", COPIES.values(), ids=COPIES)
+def test_paths_of_copies(project: Project, files: dict[str, str]) -> None:
+    project(files)
+    with compat.installed("rosinality", "models.sub.op"):
+        if "models/__init__.py" not in files:
+            from models.sub.op import FusedLeakyReLU
+
+            assert FusedLeakyReLU is compat.rosinality.FusedLeakyReLU
+
+
+def test_a_package_of_the_clients_own_is_no_copy(project: Project) -> None:
+    project({"models/op/__init__.py": "def conv2d():\n    pass\n", "models/op/nms.py": ""})
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"got models\.op, which has none of upfirdn2d, fused_act, conv2d_gradfix"):
+            compat.install("rosinality", "models.op")
+        importlib.import_module("models.op")
 
 
 @pytest.mark.parametrize(("name", "path"), PEER_PACKAGES)

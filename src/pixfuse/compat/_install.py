@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import importlib.abc
 import importlib.machinery
-import importlib.util
+import keyword
 import logging
+import pkgutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+import threading
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
@@ -18,6 +20,7 @@ from ._peers import PEERS, contents
 
 _log = logging.getLogger("pixfuse")
 _MISSING: Any = object()
+_IMPORT_PATH = "be None or an import path such as 'models.op'"
 
 
 @dataclass
@@ -38,7 +41,6 @@ class Installation:
     replaced: list[str] = field(default_factory=list)
     held: list[str] = field(default_factory=list)
     rebound: bool = False
-    _undo: list[Callable[[], None]] = field(default_factory=list, repr=False)
 
     def __str__(self) -> str:
         """The report."""
@@ -52,28 +54,6 @@ class Installation:
             lines.append("  (install before importing the client, or pass rebind=True)")
         return "\n".join(lines)
 
-    # Every change goes through these two and leaves its undoing.
-
-    def _set_module(self, name: str, module: ModuleType) -> None:
-        before = sys.modules.get(name, _MISSING)
-        self._undo.append(lambda: _put(sys.modules, name, before))
-        sys.modules[name] = module
-
-    def _set_attribute(self, owner: Any, name: str, value: Any) -> None:
-        before = vars(owner).get(name, _MISSING)
-        self._undo.append(lambda: _put(vars(owner), name, before))
-        setattr(owner, name, value)
-
-
-def _put(where: dict[str, Any], name: str, value: Any) -> None:
-    if value is _MISSING:
-        where.pop(name, None)
-    else:
-        where[name] = value
-
-
-_installed: dict[tuple[str, str], tuple[Installation, _Finder]] = {}
-
 
 def install(name: str, path: str | None = None, *, rebind: bool = False) -> Installation:
     """Let imports of a peer's ops give pixfuse's, until :func:`uninstall`.
@@ -86,12 +66,15 @@ def install(name: str, path: str | None = None, *, rebind: bool = False) -> Inst
        or changed with ``rebind``. Only names at the top of modules are found; what sits in closures, default
        arguments, subclasses and instances keeps the peer's code.
 
-    Installing twice does nothing more. What clients import in between stays pixfuse's after :func:`uninstall`.
+    Installing twice does nothing more, and one :func:`uninstall` takes it back; blocks of :func:`installed` count, in
+    all threads together, and keep the drop-ins until the last of them has ended. What clients import in between stays
+    pixfuse's afterwards.
 
     Args:
         name: ``"nvlabs"``, ``"rosinality"``, ``"basicsr"`` or ``"mmcv"``.
         path: another import path of the package of ops, for projects with a copy of their own, for example
-            ``"models.stylegan2.op"``.
+            ``"models.stylegan2.op"``: of a package with at least one module (or name) of those that the peer's
+            package has, or of none that is there, in packages that are there or not.
         rebind: also change the names in other modules that hold the peer's.
 
     Returns:
@@ -99,7 +82,8 @@ def install(name: str, path: str | None = None, *, rebind: bool = False) -> Inst
 
     Raises:
         TypeError: ``name`` or ``path`` is no string.
-        ValueError: there is no such peer, or ``path`` is no import path or that of something else.
+        ValueError: there is no such peer, or ``path`` is no import path, or that of a module, of another package, of
+            pixfuse or of what is installed.
 
     Example:
         >>> import pixfuse
@@ -108,29 +92,8 @@ def install(name: str, path: str | None = None, *, rebind: bool = False) -> Inst
         >>> from torch_utils.ops import bias_act
         >>> pixfuse.compat.uninstall("nvlabs")
     """
-    path = _check("install", name, path)
-    checks.flag("install", "rebind", rebind)
-    if (name, path) in _installed:
-        return _installed[name, path][0]
-    for other, taken in _installed:
-        if taken == path:
-            checks.refuse("install", "path", "be free", checks.words(f"{path}, where {other} is installed"))
-    _check_root("install", path)
-
-    done = Installation(name, path, rebound=rebind)
-    modules, exports = contents(name, path)
-    finder = _Finder(done, modules, exports)
-    package = sys.modules.get(path)
-    if package is not None:
-        old = _theirs(path, package, modules, exports)
-        done.replaced = [f"{path}.{key}" for key in modules if f"{path}.{key}" in sys.modules]
-        finder.fill(package)
-        _find_held(done, old)
-    sys.meta_path.insert(0, finder)
-    _installed[name, path] = done, finder
-    if done.held and not rebind:
-        _log.warning("%s", done)
-    return done
+    use = _enter(_check("install", name, path), rebind, lasting=True)
+    return use.finder.done
 
 
 def uninstall(name: str, path: str | None = None) -> None:
@@ -141,98 +104,166 @@ def uninstall(name: str, path: str | None = None) -> None:
         path: the path given to ``install``, if any.
 
     Raises:
-        ValueError: it is not installed.
+        ValueError: ``install`` didn't install it (what a block of ``installed`` did ends with the block).
     """
-    path = _check("uninstall", name, path)
-    if (name, path) not in _installed:
-        now = ", ".join(f"{n} as {p}" for n, p in _installed) or "nothing is"
-        got = checks.words(f"{name} as {path} (installed: {now})")
-        checks.refuse("uninstall", "name", "be that of an installed peer", got)
-    done, finder = _installed.pop((name, path))
-    with contextlib.suppress(ValueError):
-        sys.meta_path.remove(finder)
-    while done._undo:
-        done._undo.pop()()
+    name, path = key = _check("uninstall", name, path)
+    with _lock:
+        use = _installed.get(key)
+        if use is None or not use.lasting:
+            now = ", ".join(f"{n} as {p}" for (n, p), u in _installed.items() if u.lasting) or "nothing is"
+            got = checks.words(f"{name} as {path} (installed: {now})")
+            checks.refuse("uninstall", "name", "be that of an installed peer", got)
+        use.lasting = False
+        _leave(key)
 
 
-@contextlib.contextmanager
-def installed(name: str, path: str | None = None, *, rebind: bool = False) -> Iterator[Installation]:
-    """:func:`install` for the time of a ``with`` block; inside another one for the same peer it changes nothing.
+class installed(contextlib.ContextDecorator):
+    """:func:`install` for the time of a ``with`` block, whose target is the report, or of a decorated function.
+
+    Blocks may be nested and overlap in several threads; one object serves any number of them.
 
     Example:
         >>> import pixfuse
         >>> with pixfuse.compat.installed("rosinality"):
         ...     from op import upfirdn2d
     """
-    outer = (name, path or PEERS[name].path) in _installed if name in PEERS else False
-    done = install(name, path, rebind=rebind)
-    try:
-        yield done
-    finally:
-        if not outer:
-            uninstall(name, path)
+
+    def __init__(self, name: str, path: str | None = None, *, rebind: bool = False) -> None:
+        self._key = _check("install", name, path)
+        self._rebind = checks.flag("install", "rebind", rebind)
+
+    def __enter__(self) -> Installation:
+        return _enter(self._key, self._rebind, lasting=False).finder.done
+
+    def __exit__(self, *error: object) -> None:
+        with _lock:
+            _installed[self._key].blocks -= 1
+            _leave(self._key)
 
 
-def _check(op: str, name: Any, path: Any) -> str:
-    """The import path to take."""
+@dataclass
+class _Use:
+    """What is installed, and for whom."""
+
+    finder: _Finder
+    lasting: bool = False  # by install
+    blocks: int = 0  # of installed
+
+
+_installed: dict[tuple[str, str], _Use] = {}
+_lock = threading.RLock()  # nothing is imported under it, so it cannot cross the import system's own locks
+
+
+def _enter(key: tuple[str, str], rebind: bool, lasting: bool) -> _Use:
+    checks.flag("install", "rebind", rebind)
+    if key not in _installed:
+        _check_place(*key)
+    finder = _Finder(Installation(*key), *contents(*key))
+    with _lock:
+        use = _installed.get(key)
+        if use is None:
+            _check_apart(*key)
+            finder.begin()
+            use = _installed[key] = _Use(finder)
+        done = use.finder.done
+        if rebind and not done.rebound:
+            use.finder.rebind()
+        elif done.held and finder is use.finder:
+            _log.warning("%s", done)
+        use.lasting |= lasting
+        use.blocks += not lasting
+        return use
+
+
+def _leave(key: tuple[str, str]) -> None:
+    use = _installed[key]
+    if not use.lasting and not use.blocks:
+        del _installed[key]
+        use.finder.end({parent for other in _installed.values() for parent in other.finder.parents})
+
+
+# --- which paths ----------------------------------------------------------------------------------------------
+
+
+def _check(op: str, name: Any, path: Any) -> tuple[str, str]:
+    """The peer and the import path to take."""
     checks.choice(op, "name", name, tuple(PEERS))
     if path is None:
-        return PEERS[name].path
+        return name, PEERS[name].path
     if not isinstance(path, str):
-        checks.refuse(op, "path", "be None or an import path such as 'models.op'", path, TypeError)
-    if not all(part.isidentifier() for part in path.split(".")):
-        checks.refuse(op, "path", "be None or an import path such as 'models.op'", path)
-    return path
+        checks.refuse(op, "path", _IMPORT_PATH, path, TypeError)
+    if not all(part.isidentifier() and not keyword.iskeyword(part) for part in path.split(".")):
+        checks.refuse(op, "path", _IMPORT_PATH, path)
+    return name, path
 
 
-def _check_root(op: str, path: str) -> None:
-    """What is importable under the first name of ``path`` is a package, or nothing is."""
-    root = path.partition(".")[0]
-    module = sys.modules.get(root)
-    spec = getattr(module, "__spec__", None) if module else importlib.util.find_spec(root)
-    package = hasattr(module, "__path__") if module else spec is None or spec.submodule_search_locations is not None
-    if not package:
-        where = getattr(module, "__file__", None) or getattr(spec, "origin", None)
-        got = checks.words(f"{path}, but {root} is the module {where}")
-        checks.refuse(op, "path", "lead through packages", got, remedy="pass the path of the client's copy")
+def _check_apart(name: str, path: str) -> None:
+    """No other package of drop-ins is at the path, above or below it."""
+    for other, taken in _installed:
+        if f"{path}.".startswith(f"{taken}.") or f"{taken}.".startswith(f"{path}."):
+            got = checks.words(f"{path}, but {other} is installed as {taken}")
+            checks.refuse("install", "path", "be apart from what is installed", got)
 
 
-def _theirs(
-    path: str, package: ModuleType, modules: dict[str, ModuleType], exports: dict[str, Any]
-) -> dict[int, tuple[Any, Any]]:
-    """What the peer has under the names that ours will take: by id, with ours."""
-    found: dict[int, tuple[Any, Any]] = {}
-
-    def note(theirs: Any, ours: Any) -> None:
-        if callable(theirs) or isinstance(theirs, ModuleType):
-            found.setdefault(id(theirs), (theirs, ours))
-
-    for key, value in exports.items():
-        note(vars(package).get(key), value)
-    for key, module in modules.items():
-        theirs = sys.modules.get(f"{path}.{key}")
-        if theirs is None:
-            continue
-        note(theirs, module)
-        for name in module.__all__:
-            note(vars(theirs).get(name), getattr(module, name))
-    return found
+def _check_place(name: str, path: str) -> None:
+    """At the path there is nothing, or a package that may be the peer's: anything at the peer's own path."""
+    if path.partition(".")[0] == "pixfuse":
+        checks.refuse("install", "path", "lie outside of pixfuse", path)
+    names = _names(path)
+    wanted = PEERS[name].modules
+    if names is not None and path != PEERS[name].path and names.isdisjoint(wanted):
+        got = checks.words(f"{path}, which has none of {', '.join(wanted)}")
+        checks.refuse("install", "path", f"be that of a copy of {name}'s ops, or be free", got)
 
 
-def _find_held(done: Installation, old: dict[int, tuple[Any, Any]]) -> None:
-    """List, and change if wanted, the names in other modules that hold something of ``old``."""
-    theirs = {id(value) for value, _ in old.values() if isinstance(value, ModuleType)}
-    for module_name, module in list(sys.modules.items()):
-        names = getattr(module, "__dict__", None)
-        if not isinstance(module, ModuleType) or not isinstance(names, dict) or id(module) in theirs:
-            continue
-        for name, value in list(names.items()):
-            pair = old.get(id(value))
-            if pair is None or pair[0] is not value:
-                continue
-            done.held.append(f"{module_name}.{name}")
-            if done.rebound:
-                done._set_attribute(module, name, pair[1])
+def _names(path: str) -> set[str] | None:
+    """The names in the package that imports of ``path`` find, if any. Imports nothing: a peer's may compile."""
+    where: Iterable[str] | None = None
+    found: Any = None
+    for name in (*_above(path), path):
+        module = sys.modules.get(name)
+        found = _find(name, where) if module is None else module
+        if found is None:
+            return None
+        where = found.submodule_search_locations if module is None else vars(module).get("__path__")
+        if where is None:
+            at = found.origin if module is None else vars(module).get("__file__")
+            got = checks.words(f"{path}, but {name} is the module {at or 'of that name'}")
+            checks.refuse("install", "path", "lead through packages", got, remedy="pass the path of the client's copy")
+    names = {m.name for m in pkgutil.iter_modules(where)}
+    if isinstance(found, ModuleType):
+        return names | vars(found).keys()
+    with contextlib.suppress(Exception):  # no source, say
+        names.update(found.loader.get_code(path).co_names)
+    return names
+
+
+def _find(name: str, where: Iterable[str] | None) -> Any:
+    """The spec of a module, below packages that need not be imported."""
+    if where is None:
+        return _find_real(name, None)
+    importers = (pkgutil.get_importer(entry) for entry in where)
+    return next((spec for i in importers if i is not None and (spec := i.find_spec(name, None)) is not None), None)
+
+
+def _find_real(name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> Any:
+    """What the import system would find without the drop-ins."""
+    for finder in list(sys.meta_path):
+        find = getattr(finder, "find_spec", None)
+        if not isinstance(finder, _Finder) and find is not None:
+            spec = find(name, path, target)
+            if spec is not None:
+                return spec
+    return None
+
+
+def _above(path: str) -> list[str]:
+    """``["a", "a.b"]`` for ``"a.b.c"``."""
+    parts = path.split(".")
+    return [".".join(parts[:i]) for i in range(1, len(parts))]
+
+
+# --- what is changed, and changed back -----------------------------------------------------------------------
 
 
 class _Finder:
@@ -240,24 +271,123 @@ class _Finder:
 
     def __init__(self, done: Installation, modules: dict[str, ModuleType], exports: dict[str, Any]) -> None:
         self.done = done
-        self.modules = modules
+        self.modules = {f"{done.path}.{key}": module for key, module in modules.items()}
         self.exports = exports
-        parts = done.path.split(".")
-        self.parents = {".".join(parts[:i]) for i in range(1, len(parts))}
+        self.parents = _above(done.path)
+        self.active = False
+        self.before: dict[str, Any] = {}  # of sys.modules
+        self.attributes: dict[str, dict[str, Any]] = {}  # of the modules there
+        self.old: dict[int, tuple[Any, Any]] = {}
+        self.rebound: list[tuple[dict[str, Any], str, Any, Any]] = []
+
+    def begin(self) -> None:
+        """Take the path, in ``sys.modules`` too."""
+        path = self.done.path
+        self.before = self._taken()
+        self.attributes = {n: dict(vars(m)) for n, m in (sys.modules | self.before).items() if self._is_kept(n, m)}
+        for name, module in self.before.items():
+            if module is None:  # imports of it are refused
+                del sys.modules[name]
+        package = sys.modules.get(path)
+        if package is not None:
+            self.old = self._theirs(package)
+            self.done.replaced = [name for name in self.modules if name in sys.modules]
+            self.fill(package)
+            self._find_held()
+        self.active = True
+        sys.meta_path.insert(0, self)
+
+    def end(self, needed: set[str]) -> None:
+        """Leave everything as it was; stand-ins for ``needed`` packages stay."""
+        self.active = False
+        # A new list: another thread may be running through the old one.
+        sys.meta_path = [finder for finder in sys.meta_path if finder is not self]
+        stand_ins = {p for p in self.parents if p not in needed and _Loader.made(sys.modules.get(p))}
+        gone = (self._taken().keys() | stand_ins) - self.before.keys()
+        for name in gone:
+            del sys.modules[name]
+        sys.modules.update(self.before)
+        package = self.done.path
+        own = {*self.before, *self.modules, *(f"{package}.{n}" for n in (*self.exports, "__spec__", "__loader__"))}
+        for name in gone | own:
+            owner, _, attribute = name.rpartition(".")
+            if sys.modules.get(owner) is not None:
+                before = self.attributes.get(owner, {}).get(attribute, _MISSING)
+                _put(vars(sys.modules[owner]), attribute, before)
+        for names, name, theirs, ours in self.rebound:
+            if names.get(name) is ours:
+                names[name] = theirs
+
+    def fill(self, package: ModuleType) -> None:
+        """Set our modules and exports in an imported package."""
+        for name, module in self.modules.items():
+            sys.modules[name] = module
+            setattr(package, name.rpartition(".")[2], module)
+        for name, value in self.exports.items():
+            setattr(package, name, value)
+
+    def rebind(self) -> None:
+        """Change the names in other modules that hold the peer's."""
+        self.done.rebound = True
+        self._find_held()
+
+    def _taken(self) -> dict[str, Any]:
+        """What ``sys.modules`` has at the path and below, and above it where that refuses imports."""
+        below = f"{self.done.path}."
+        return {
+            name: module
+            for name, module in list(sys.modules.items())
+            if f"{name}.".startswith(below) or (module is None and name in self.parents)
+        }
+
+    def _is_kept(self, name: str, module: Any) -> bool:
+        return module is not None and (name in self.before or name in self.parents)
+
+    def _theirs(self, package: ModuleType) -> dict[int, tuple[Any, Any]]:
+        """What the peer has under the names that ours will take: by id, with ours."""
+        found: dict[int, tuple[Any, Any]] = {}
+
+        def note(theirs: Any, ours: Any) -> None:
+            if callable(theirs) or isinstance(theirs, ModuleType):
+                found.setdefault(id(theirs), (theirs, ours))
+
+        for name, value in self.exports.items():
+            note(vars(package).get(name), value)
+        for name, module in self.modules.items():
+            theirs = sys.modules.get(name)
+            if theirs is None:
+                continue
+            note(theirs, module)
+            for function in module.__all__:
+                note(vars(theirs).get(function), getattr(module, function))
+        return found
+
+    def _find_held(self) -> None:
+        """List, and change if wanted, the names in other modules that hold something of the peer's."""
+        theirs = {id(value) for value, _ in self.old.values() if isinstance(value, ModuleType)}
+        self.done.held.clear()
+        for module_name, module in list(sys.modules.items()):
+            names = getattr(module, "__dict__", None)
+            if not isinstance(module, ModuleType) or not isinstance(names, dict) or id(module) in theirs:
+                continue
+            for name, value in list(names.items()):
+                pair = self.old.get(id(value))
+                if pair is None or pair[0] is not value:
+                    continue
+                self.done.held.append(f"{module_name}.{name}")
+                if self.done.rebound:
+                    self.rebound.append((names, name, *pair))
+                    setattr(module, name, pair[1])
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         """The import system asks here first."""
+        if name in self.modules:
+            return importlib.machinery.ModuleSpec(name, _Ready(self.modules[name]))
         if name != self.done.path and name not in self.parents:
             return None
-        real = None
-        for finder in sys.meta_path:
-            find = getattr(finder, "find_spec", None)
-            if not isinstance(finder, _Finder) and find is not None:
-                real = find(name, path, target)
-                if real is not None:
-                    break
+        real: Any = _find_real(name, path, target)
         if real is not None and name in self.parents:
             return real
         if real is None or real.submodule_search_locations is None:
@@ -265,25 +395,22 @@ class _Finder:
         real.loader = _Loader(self, real.loader)
         return real
 
-    def fill(self, package: ModuleType) -> None:
-        """Set our modules and exports in an imported package."""
-        path = self.done.path
-        for key, module in self.modules.items():
-            self.done._set_module(f"{path}.{key}", module)
-            self.done._set_attribute(package, key, module)
-        for key, value in self.exports.items():
-            self.done._set_attribute(package, key, value)
 
-    def forget(self, name: str) -> None:
-        """Let the undoing remove a package that was not imported before."""
-        owner, _, attribute = name.rpartition(".")
+def _put(where: dict[str, Any], name: str, value: Any) -> None:
+    if value is _MISSING:
+        where.pop(name, None)
+    else:
+        where[name] = value
 
-        def undo() -> None:
-            sys.modules.pop(name, None)
-            if owner in sys.modules:
-                vars(sys.modules[owner]).pop(attribute, None)
 
-        self.done._undo.append(undo)
+class _Ready(importlib.abc.Loader):
+    """Gives a module that is there already."""
+
+    def __init__(self, module: ModuleType) -> None:
+        self.module = module
+
+    def exec_module(self, module: ModuleType) -> None:
+        sys.modules[module.__name__] = self.module
 
 
 class _Loader(importlib.abc.Loader):
@@ -293,27 +420,32 @@ class _Loader(importlib.abc.Loader):
         self.finder = finder
         self.real = real
 
+    @staticmethod
+    def made(module: Any) -> bool:
+        """Whether a module is an empty package that stands in."""
+        loader = getattr(module, "__loader__", None)
+        return isinstance(loader, _Loader) and loader.real is None
+
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
         create = getattr(self.real, "create_module", None)
         return None if create is None else create(spec)
 
     def exec_module(self, module: ModuleType) -> None:
         finder, name = self.finder, module.__name__
-        finder.forget(name)
-        if name != finder.done.path:
-            module.__doc__ = "Stands in for a package that is not installed; made by pixfuse.compat."
-            return
-        # Ours come first: the peer's __init__ imports from its modules.
-        for key, ours in finder.modules.items():
-            finder.done._set_module(f"{name}.{key}", ours)
         if self.real is not None and hasattr(self.real, "exec_module"):
             try:
                 self.real.exec_module(module)
             except Exception as error:  # its compiled parts are missing, say
                 _log.warning("pixfuse.compat: %s does not import, so only pixfuse's ops are there (%s)", name, error)
-        finder.fill(module)
-        if not module.__doc__:
-            module.__doc__ = f"The ops of {finder.done.name}, by pixfuse.compat."
+        with _lock:
+            if not finder.active:
+                raise ImportError(f"pixfuse.compat: {finder.done.name} was uninstalled during the import of {name}")
+            if name == finder.done.path:
+                finder.fill(module)
+        if self.real is None:
+            stands_in = "Stands in for a package that is not installed; made by pixfuse.compat."
+            ops = f"The ops of {finder.done.name}, by pixfuse.compat."
+            module.__doc__ = ops if name == finder.done.path else stands_in
 
     def __getattr__(self, name: str) -> Any:  # get_source, get_resource_reader and so on
         if name == "real" or self.real is None:
