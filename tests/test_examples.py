@@ -9,8 +9,10 @@ import os
 import re
 import runpy
 import shlex
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -120,7 +122,7 @@ sys.path.insert(0, {str(EXAMPLES / "stylegan2")!r})
 import train
 training = train.main(sys.argv[1:])
 total = sum(p.double().abs().sum() for net in (training.g, training.d) for p in net.parameters())
-print("weights", float(total))
+print("weights", float(total.detach()))
 """
     (tmp_path / "both.py").write_text(script)
     pictures_in(tmp_path / "pictures")
@@ -129,10 +131,141 @@ print("weights", float(total))
     run = [sys.executable, "-m", "torch.distributed.run", "--standalone", *words, *SMALL, "--steps", "2"]
     done = subprocess.run(run, cwd=tmp_path, env=environment(), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-4000:]
+    assert "Warning" not in done.stderr
     totals = [line for line in done.stdout.splitlines() if line.startswith("weights")]
     assert len(totals) == 2
     assert totals[0] == totals[1]  # they saw other pictures and have the same weights
     assert torch.load(tmp_path / "faces" / "checkpoint.pt", weights_only=True)["done"] == 2
+
+
+REFUSED = {
+    "--gamma": (["-1", "nan", "x"], "must be a number of at least 0"),
+    "--rate": (["-0.1", "inf"], "must be a number of at least 0"),
+    "--zoom": (["3", "-1"], "must be a number from 0 to 1"),
+    "--resolution": (["24", "33", "4", "-8", "64.0"], "must be a power of 2 from 8 to 4096"),
+    "--steps": (["-1", "0", "1e3"], "must be a whole number of at least 1"),
+    "--batch": (["0"], "must be a whole number of at least 1"),
+    "--every": (["0"], "must be a whole number of at least 1"),
+    "--most": (["0"], "must be a whole number of at least 1"),
+    "--base": (["0"], "must be a whole number of at least 1"),
+    "--half": (["-1"], "must be a whole number of at least 0"),
+    "--workers": (["-1"], "must be a whole number of at least 0"),
+    "--seed": (["-1", "4294967296"], "must be a whole number from 0 to 4294967295"),
+    "--device": (["cuda:99", "meta", "gpu"], "must be a device of this machine"),
+    "--data": (["0.png", "missing"], "must be a folder"),
+    "--out": (["0.png"], "must be a folder"),
+}
+
+
+@pytest.mark.parametrize("option", REFUSED)
+def test_training_refuses_in_one_sentence(stylegan2, tmp_path, monkeypatch, capsys, option):
+    train = stylegan2("train")
+    monkeypatch.chdir(tmp_path)
+    Image.new("RGB", (9, 9)).save("0.png")
+    values, words = REFUSED[option]
+    for value in values:
+        with pytest.raises(SystemExit) as stop:
+            train.main([*SMALL, "--out", "out", option, value])
+        assert stop.value.code == 2
+        assert capsys.readouterr().err == f"train.py: argument {option}: {words}, got {value!r}\n"
+    assert not (tmp_path / "out").exists()
+
+
+def refused(train, *arguments):
+    with pytest.raises(SystemExit) as stop:
+        train.main([*SMALL, "--steps", "1", *arguments])
+    return stop.value.code  # words, printed with status 1
+
+
+def test_training_refuses_pictures_in_one_sentence(stylegan2, tmp_path):
+    train = stylegan2("train")
+    data, out = tmp_path / "data", tmp_path / "out"
+    (data / "folder.png").mkdir(parents=True)
+    run = ["--data", str(data), "--out", str(out)]
+    assert refused(train, *run) == f"train.py: {data} holds no picture (.png, .jpg, .jpeg, .webp, .bmp)"
+    (data / "a.jpg").write_text("no picture")
+    assert refused(train, *run).startswith(
+        f"train.py: {data / 'a.jpg'} is no picture that can be read: cannot identify"
+    )
+    assert not out.exists()
+    pictures = torch.randint(256, (40, 50, 3), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    Image.fromarray(pictures.numpy()).save(data / "a.jpg")
+    whole = (data / "a.jpg").read_bytes()
+    (data / "a.jpg").write_bytes(whole[: len(whole) // 2])  # is seen when it is decoded
+    for workers in ("0", "1"):
+        words = refused(train, *run, "--workers", workers)
+        assert f"{data / 'a.jpg'} is no picture that can be read: image file is truncated" in words
+        assert "\n" not in words
+
+
+def test_training_goes_on_only_from_its_own_checkpoints(stylegan2, tmp_path):
+    train = stylegan2("train")
+    out = ["--out", str(tmp_path)]
+    first = train.main([*SMALL, "--steps", "1", *out])
+    checkpoint = tmp_path / "checkpoint.pt"
+    before = checkpoint.read_bytes()
+    for option, was, now in (
+        ("--seed", 0, 1),
+        ("--rate", 0.002, 0.1),
+        ("--gamma", first.gamma, 0.0),
+        ("--zoom", 0.4, 0.0),
+        ("--resolution", 16, 8),
+        ("--base", 128, 64),
+        ("--most", 16, 8),
+        ("--half", 0, 1),
+    ):
+        same = ["--gamma", str(first.gamma)]
+        words = refused(train, *same, *out, option, str(now))
+        assert words.startswith(f"train.py: {checkpoint} was trained with {option} {was}, not {option} {now}; name")
+    assert "--batch times processes 4, not" in refused(train, *out, "--batch", "8")
+    assert checkpoint.read_bytes() == before
+    assert list(tmp_path.glob("*.new")) == []
+    other, tampered = tmp_path / "other.pt", torch.load(checkpoint, weights_only=True)
+    torch.save(torch.nn.Linear(2, 2).state_dict(), other)
+    foreign = other.read_bytes()
+    torch.save(tampered | {"g": {}}, other)
+    for content in (b"", b"hello", before[:5000], foreign, other.read_bytes()):
+        checkpoint.write_bytes(content)
+        words = refused(train, *out)
+        assert words.startswith(f"train.py: {checkpoint} is no checkpoint of this program (")
+        assert "\n" not in words
+    checkpoint.unlink()
+    checkpoint.mkdir()
+    assert "is no checkpoint of this program (IsADirectoryError" in refused(train, *out)
+
+
+def test_gamma_of_zero_leaves_r1_out(stylegan2, tmp_path, monkeypatch):
+    train = stylegan2("train")
+    monkeypatch.setattr(train.losses, "r1_penalty", None)
+    assert train.main([*SMALL, "--steps", "1", "--gamma", "0", "--out", str(tmp_path)]).gamma == 0
+    with pytest.raises(TypeError):
+        train.main([*SMALL, "--steps", "1", "--out", str(tmp_path / "other")])
+
+
+def test_interrupted_training_leaves_its_last_checkpoint(stylegan2, tmp_path):
+    script, checkpoint = EXAMPLES / "stylegan2" / "train.py", tmp_path / "checkpoint.pt"
+    run = [sys.executable, str(script), *SMALL, "--every", "1", "--out", str(tmp_path), "--workers", "1"]
+    process = subprocess.Popen(
+        run,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # whoever runs the tests may ignore it
+    )
+    for _ in range(600):
+        if checkpoint.exists() or process.poll() is not None:
+            break
+        time.sleep(0.1)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does, to workers too
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert err == "train.py: stopped; the same command goes on from the last checkpoint\n"
+    done = torch.load(checkpoint, weights_only=True)["done"]
+    assert f"from step {done}" not in out
+    after = stylegan2("train").main([*SMALL, "--every", "1", "--steps", str(done + 1), "--out", str(tmp_path)])
+    assert after.done == done + 1
 
 
 def test_pictures_of_a_folder(stylegan2, tmp_path):
@@ -143,8 +276,8 @@ def test_pictures_of_a_folder(stylegan2, tmp_path):
     batch = next(data.batches(pictures, 4))
     assert batch.shape == (4, 3, 16, 16)
     torch.testing.assert_close(batch, torch.ones_like(batch))
-    with pytest.raises(FileNotFoundError, match="holds no picture"):
-        data.files(tmp_path / "none")
+    smallest = data.Pictures([tmp_path / "a.png"], 16, 0.0)
+    assert all(smallest[i].shape == (3, 16, 16) for i in range(50))
 
 
 def test_processes_get_different_pictures(stylegan2):

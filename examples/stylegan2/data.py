@@ -6,6 +6,7 @@ never stopped, whatever the number of workers.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 from collections.abc import Iterator
 from functools import lru_cache
@@ -31,11 +32,14 @@ ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 
 
 def files(folder: Path | None) -> list[Path]:
-    """The pictures in a folder and below it, or scikit-image's photographs."""
+    """The pictures in a folder and below it, or scikit-image's photographs. Each has been opened, but not decoded."""
     if folder is not None:
-        found = sorted(p for p in folder.rglob("*") if p.suffix.lower() in ENDINGS)
+        found = sorted(p for p in folder.rglob("*") if p.suffix.lower() in ENDINGS and p.is_file())
         if not found:
             raise FileNotFoundError(f"{folder} holds no picture ({', '.join(ENDINGS)})")
+        for path in found:
+            with reading(path), Image.open(path):
+                pass
         return found
     spec = importlib.util.find_spec("skimage")  # only its pictures are wanted: it isn't imported
     if spec is None or not spec.submodule_search_locations:
@@ -61,17 +65,26 @@ class Pictures(Dataset[Tensor]):
         random = np.random.default_rng([self.seed, number])
         picture = load(self.paths[random.integers(len(self.paths))])
         height, width = picture.shape[1:]
-        side = round(min(height, width) * random.uniform(self.zoom, 1))
+        side = max(1, round(min(height, width) * random.uniform(self.zoom, 1)))
         top, left = random.integers(height - side + 1), random.integers(width - side + 1)
         square = picture[None, :, top : top + side, left : left + side].float()
         square = pixfuse.interpolate(square, size=self.resolution, mode="bilinear", antialias=True)[0]
         return (square.flip(2) if random.integers(2) else square) / 127.5 - 1
 
 
+@contextlib.contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Errors name the file."""
+    try:
+        yield
+    except Exception as error:  # decoders raise many kinds
+        raise OSError(f"{path} is no picture that can be read: {error}".partition("\n")[0]) from error
+
+
 @lru_cache(maxsize=64)
 def load(path: Path) -> Tensor:
     """The pixels ``[3, H, W]`` of a file, uint8."""
-    with Image.open(path) as picture:
+    with reading(path), Image.open(path) as picture:
         return torch.from_numpy(np.array(picture.convert("RGB"))).permute(2, 0, 1).contiguous()
 
 

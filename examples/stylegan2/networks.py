@@ -60,7 +60,8 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``[N, inputs]`` to ``[N, outputs]``."""
-        y = torch.addmm(self.bias, x, self.weight.mT, beta=self.rate, alpha=self.scale)
+        weight = self.weight.view_as(self.weight)  # gives the gradient of one row the strides that DDP expects
+        y = torch.addmm(self.bias, x, weight.mT, beta=self.rate, alpha=self.scale)
         return pixfuse.bias_act(y, act=self.act)
 
 

@@ -12,10 +12,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
+import inspect
 import os
-from collections.abc import Iterable, Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import data
 import losses
@@ -31,27 +33,86 @@ from torch.nn.parallel import DistributedDataParallel
 R1_EVERY, PL_EVERY = 16, 4
 
 
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong in one sentence."""
+
+    def error(self, message: str) -> NoReturn:
+        """Exit status 2."""
+        self.exit(2, f"{self.prog}: {message}\n")
+
+
+def number(kind: type[int | float], least: float, most: float = sys.float_info.max) -> Callable[[str], float]:
+    """The type of an option."""
+
+    def parse(text: str) -> float:
+        with contextlib.suppress(ValueError):
+            if least <= (value := kind(text)) <= most:
+                return value
+        words = "a whole number" if kind is int else "a number"
+        limits = f"of at least {least}" if most == sys.float_info.max else f"from {least} to {most}"
+        raise argparse.ArgumentTypeError(f"must be {words} {limits}, got {text!r}")
+
+    return parse
+
+
+def side(text: str) -> int:
+    """The type of --resolution."""
+    if text not in (str(2**i) for i in range(3, 13)):
+        raise argparse.ArgumentTypeError(f"must be a power of 2 from 8 to 4096, got {text!r}")
+    return int(text)
+
+
+def folder(text: str) -> Path:
+    """The type of --data."""
+    if not Path(text).is_dir():
+        raise argparse.ArgumentTypeError(f"must be a folder, got {text!r}")
+    return Path(text)
+
+
+def new_folder(text: str) -> Path:
+    """The type of --out."""
+    return folder(text) if Path(text).exists() else Path(text)
+
+
+def here(text: str) -> torch.device:
+    """The type of --device: cuda is the GPU of this process, as torchrun numbers them."""
+    try:
+        device = torch.device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if text == "cuda" else text)
+        torch.ones(1, device=device).item()
+    except Exception:  # each kind of device has its own
+        raise argparse.ArgumentTypeError(f"must be a device of this machine, got {text!r}") from None
+    return device
+
+
 def options(arguments: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(prog="train.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--data", type=Path, help="a folder of pictures; without it the photographs of scikit-image")
-    add("--out", type=Path, default=Path("stylegan2-out"), help="where pictures and checkpoint.pt go")
-    add("--resolution", type=int, default=64)
-    add("--steps", type=int, default=10_000)
-    add("--batch", type=int, default=16, help="pictures per process and step")
-    add("--base", type=int, default=16384, help="channels times resolution: 16384 is configuration E, 32768 is F")
-    add("--most", type=int, default=512, help="the most channels of a layer, and the size of z and w")
-    add("--half", type=int, default=0, help="compute this many of the highest resolutions in float16")
+    positive, weight = number(int, 1), number(float, 0)
+    add("--data", type=folder, help="a folder of pictures; without it the photographs of scikit-image")
+    add("--out", type=new_folder, default=Path("stylegan2-out"), help="where pictures and checkpoint.pt go")
+    add("--resolution", type=side, default=64)
+    add("--steps", type=positive, default=10_000)
+    add("--batch", type=positive, default=16, help="pictures per process and step")
+    add("--base", type=positive, default=16384, help="channels times resolution: 16384 is configuration E, 32768 is F")
+    add("--most", type=positive, default=512, help="the most channels of a layer, and the size of z and w")
+    add("--half", type=number(int, 0), default=0, help="compute this many of the highest resolutions in float16")
     add("--channels-last", action="store_true", help="the layout of activations; pays with --half on GPUs")
-    add("--rate", type=float, default=0.002, help="learning rate")
-    add("--gamma", type=float, help="weight of R1; by default 0.0002 * resolution**2 / all pictures of a step")
-    add("--zoom", type=float, help="smallest random square, as a share of a picture; default 1 with --data, else 0.4")
-    add("--every", type=int, default=500, help="steps between checkpoints with sample pictures")
-    add("--workers", type=int, default=0, help="processes that load pictures")
-    add("--seed", type=int, default=0)
-    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    return parser.parse_args(arguments)
+    add("--rate", type=weight, default=0.002, help="learning rate")
+    add("--gamma", type=weight, help="weight of R1; by default 0.0002 * resolution**2 / all pictures of a step")
+    add(
+        "--zoom",
+        type=number(float, 0, 1),
+        help="smallest square, as a share of a picture; default 1 with --data, else 0.4",
+    )
+    add("--every", type=positive, default=500, help="steps between checkpoints with sample pictures")
+    add("--workers", type=number(int, 0), default=0, help="processes that load pictures")
+    add("--seed", type=number(int, 0, 2**32 - 1), default=0)
+    add("--device", type=here, default="cuda" if torch.cuda.is_available() else "cpu")
+    args = parser.parse_args(arguments)
+    if args.zoom is None:
+        args.zoom = 0.4 if args.data is None else 1.0
+    return args
 
 
 class Training:
@@ -66,15 +127,21 @@ class Training:
         self.g_adam, self.d_adam = self._adam(self.g, PL_EVERY), self._adam(self.d, R1_EVERY)
         self.length = torch.zeros((), device=device)
         self.done = 0
-        self.gamma = args.gamma or 0.0002 * args.resolution**2 / (args.batch * world)
         self.pictures = args.batch * world  # of a step
+        self.gamma = 0.0002 * args.resolution**2 / self.pictures if args.gamma is None else args.gamma
+        # What the course of the training depends on.
+        names = ("resolution", "base", "most", "half", "rate", "zoom", "seed")
+        self.settings = {f"--{name}": getattr(args, name) for name in names}
+        self.settings |= {"--gamma": self.gamma, "--batch times processes": self.pictures}
         self.call_g: nn.Module = self.g
         self.call_d: nn.Module = self.d
         if world > 1:
             where = [device] if device.type == "cuda" else None
             # Buffers change in every forward; only those of the first process are ever used.
-            self.call_g = DistributedDataParallel(self.g, where, broadcast_buffers=False)
-            self.call_d = DistributedDataParallel(self.d, where, broadcast_buffers=False)
+            new = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
+            own_buffers: Any = {"forward_sync_buffers" if new else "broadcast_buffers": False}
+            self.call_g = DistributedDataParallel(self.g, where, **own_buffers)
+            self.call_d = DistributedDataParallel(self.d, where, **own_buffers)
 
     def _adam(self, net: nn.Module, every: int) -> torch.optim.Adam:
         """Adam that makes up for the regulariser's own steps, one in ``every`` (appendix B of the paper)."""
@@ -96,7 +163,7 @@ class Training:
         self.d.requires_grad_(True)
 
         d_loss = self._update(losses.discriminator_losses(self.g, self.call_d, torch.randn_like(z), real), self.d_adam)
-        if self.done % R1_EVERY == 0:
+        if self.gamma and self.done % R1_EVERY == 0:
             self._update([losses.r1_penalty(self.call_d, real, self.gamma) * R1_EVERY], self.d_adam)
 
         self.done += 1
@@ -132,16 +199,28 @@ class Training:
         """Write everything to a file, all or nothing."""
         state = {name: part.state_dict() for name, part in self._parts().items()}
         new = path.with_suffix(".new")
-        torch.save(state | {"length": self.length, "done": self.done}, new)
+        torch.save(state | {"length": self.length, "done": self.done, "settings": self.settings}, new)
         new.replace(path)
 
     def load(self, path: Path) -> None:
-        """Go on from a file."""
-        state = torch.load(path, map_location=self.device, weights_only=True)
-        for name, part in self._parts().items():
-            part.load_state_dict(state[name])
-        self.length.copy_(state["length"])
-        self.done = state["done"]
+        """Go on from a file. Raises OSError if that can't be."""
+        try:
+            state = torch.load(path, map_location=self.device, weights_only=True)
+            other = {name: value for name, value in self.settings.items() if state["settings"][name] != value}
+            for name, part in self._parts().items() if not other else ():
+                part.load_state_dict(state[name])
+            self.length.copy_(state["length"])
+            self.done = state["done"]
+        except Exception as error:  # a file may hold anything
+            words = f"{type(error).__name__}: {error}".partition("\n")[0]
+            raise OSError(
+                f"{path} is no checkpoint of this program ({words}); name another folder with --out"
+            ) from None
+        if other:
+            was, now = (
+                ", ".join(f"{name} {found[name]}" for name in other) for found in (state["settings"], self.settings)
+            )
+            raise OSError(f"{path} was trained with {was}, not {now}; name another folder with --out to start anew")
 
     @torch.no_grad()
     def sample(self, path: Path, rows: int = 4, columns: int = 8) -> None:
@@ -153,37 +232,35 @@ class Training:
 
 
 @contextlib.contextmanager
-def processes(device: str) -> Iterator[tuple[torch.device, int, int]]:
-    """This process' device, its rank and how many there are: one, or as torchrun says."""
+def processes(device: torch.device) -> Iterator[tuple[int, int]]:
+    """This process' rank and how many there are: one, or as torchrun says."""
     if "RANK" not in os.environ:
-        yield torch.device(device), 0, 1
+        yield 0, 1
         return
-    local = torch.device(device, int(os.environ["LOCAL_RANK"])) if device == "cuda" else torch.device(device)
-    if device == "cuda":
-        torch.cuda.set_device(local)
-    dist.init_process_group("nccl" if device == "cuda" else "gloo")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     try:
-        yield local, dist.get_rank(), dist.get_world_size()
+        yield dist.get_rank(), dist.get_world_size()
     finally:
         dist.destroy_process_group()
 
 
-def main(arguments: list[str] | None = None) -> Training:
+def train(args: argparse.Namespace) -> Training:
     """Train. Returns what came of it."""
-    args = options(arguments)
     console = Console()
-    with processes(args.device) as (device, rank, world):
-        paths = data.files(args.data)
-        zoom = args.zoom or (0.4 if args.data is None else 1.0)
-        pictures = data.Pictures(paths, args.resolution, zoom, args.seed)
-        training = Training(args, device, world)
-        checkpoint = args.out / "checkpoint.pt"
-        args.out.mkdir(parents=True, exist_ok=True)
+    paths = data.files(args.data)
+    checkpoint = args.out / "checkpoint.pt"
+    args.out.mkdir(parents=True, exist_ok=True)
+    with processes(args.device) as (rank, world):
+        training = Training(args, args.device, world)
         if checkpoint.exists():
             training.load(checkpoint)
         if rank == 0:
             weights = sum(p.numel() for p in training.g.parameters())
-            words = f"G of {weights:,} weights, {len(paths)} pictures, {world} x {device}, from step {training.done}"
+            words = (
+                f"G of {weights:,} weights, {len(paths)} pictures, {world} x {args.device}, from step {training.done}"
+            )
             console.print(words, highlight=False)
         columns = (
             TextColumn("{task.description}"),
@@ -192,6 +269,7 @@ def main(arguments: list[str] | None = None) -> Training:
             TimeElapsedColumn(),
             TimeRemainingColumn(),
         )
+        pictures = data.Pictures(paths, args.resolution, args.zoom, args.seed)
         real = data.batches(pictures, args.batch, training.done, rank, world, args.workers)
         with Progress(*columns, console=console, disable=rank > 0) as progress:
             task = progress.add_task("training", total=args.steps, completed=training.done)
@@ -203,6 +281,17 @@ def main(arguments: list[str] | None = None) -> Training:
                     training.sample(args.out / f"step{training.done:06}.png")
                     training.save(checkpoint)
     return training
+
+
+def main(arguments: list[str] | None = None) -> Training:
+    """Train. Returns what came of it."""
+    try:
+        return train(options(arguments))
+    except OSError as error:
+        sys.exit(f"train.py: {str(error).splitlines()[-1]}")  # before that, a worker's traceback
+    except KeyboardInterrupt:
+        print("train.py: stopped; the same command goes on from the last checkpoint", file=sys.stderr)
+        sys.exit(130)
 
 
 if __name__ == "__main__":
