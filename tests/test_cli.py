@@ -127,6 +127,15 @@ def test_doctor_without_such_a_device():
     assert "there is no device 'cuda:9' here" in result.output
 
 
+def test_doctor_compiles_in_other_processes(monkeypatch):
+    """Where there is a GPU; a CPU has nothing to compile, but the processes and their checks are the same."""
+    monkeypatch.setattr(doctor.pixfuse, "backend", lambda op, x: "triton" if x.dtype == torch.bfloat16 else "cpu")
+    said = []
+    doctor.compile_kernels("cpu", said.append)
+    assert len(said) == 2 * len(_CASES)
+    assert said[-1] == f"compiling kernels for cpu: {len(said) - 1} of {len(said)}"
+
+
 # --- bench ----------------------------------------------------------------------------------------------------
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import pixfuse
-from pixfuse._shared.testing import Case, check_forward_mode, check_values_and_gradients, random_like
+from pixfuse._shared.testing import DTYPES, Case, check_forward_mode, check_values_and_gradients, random_like
 from pixfuse.bias_act import cases as bias_act
 from pixfuse.filtered_lrelu import cases as filtered_lrelu
 from pixfuse.group_norm import cases as group_norm
@@ -45,9 +45,14 @@ def test_the_fast_path_is_taken(op: str, dtype: torch.dtype) -> None:
     assert found == "triton", found.reason
 
 
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
 @every_case
-def test_values_and_gradients(function: Callable[..., Tensor], case: Case) -> None:
-    check_values_and_gradients(function, case, "cuda")
+def test_values_and_gradients(
+    function: Callable[..., Tensor], case: Case, dtype: torch.dtype, channels_last: bool
+) -> None:
+    """In pieces, since each compiles kernels of its own: for filtered_lrelu that takes 10 seconds for each."""
+    check_values_and_gradients(function, case, "cuda", [dtype], [channels_last])
 
 
 @every_case

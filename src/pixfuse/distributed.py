@@ -54,7 +54,16 @@ def register() -> None:
     """Let every op take DTensors, and register its sharding rule for ``torch.compile``."""
     for op in OPS.values():
         register_sharding(op.overload)(op.sharding)
+    register_sharding(torch.ops.aten.flip.default)(
+        _flip
+    )  # conv2d_resample flips weights; torch 2.11 has no rule for it
     library.for_shards = library.ForShards(DTensor, _call, _alike)
+
+
+def _flip(x: Any, dims: Sequence[int]) -> list[tuple[list[Any], list[Any]]]:
+    flipped = {d % x.ndim for d in dims}
+    whole = [Replicate(), *(Shard(d) for d in range(x.ndim) if d not in flipped)]
+    return [([placement], [placement, None]) for placement in whole]
 
 
 # --- from DTensors to shards and back -------------------------------------------------------------------------

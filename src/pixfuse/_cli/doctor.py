@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
+import multiprocessing
+import os
 import platform
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -169,6 +173,24 @@ def check(case: Case, dtype: torch.dtype, layout: str, device: str) -> None:
             raise AssertionError(f"{name}: its layout is not that of x")
 
 
+def _compiled(index: int, dtype: torch.dtype, layout: str, device: str) -> None:
+    with contextlib.suppress(Exception):  # the check proper will say it
+        check(_cases()[index], dtype, layout, device)
+
+
+def compile_kernels(device: str, progress: Callable[[str], None]) -> None:
+    """Fill Triton's cache on disk on all cores: some 200 kernels, of a second and more each where none is there yet."""
+    dtypes = [
+        dtype for dtype in FLOATS if pixfuse.backend("bias_act", torch.zeros(1, dtype=dtype, device=device)) == "triton"
+    ]
+    jobs = [(i, dtype, layout) for i in range(len(_cases())) for dtype in dtypes for layout in LAYOUTS]
+    workers = min(8, os.cpu_count() or 1)
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
+        for i, done in enumerate([pool.submit(_compiled, *job, device) for job in jobs]):
+            progress(f"compiling kernels for {device}: {i} of {len(jobs)}")
+            done.result()
+
+
 def devices_here() -> list[str]:
     """The CPU and every GPU that PyTorch sees."""
     found = ["cpu"]
@@ -181,11 +203,13 @@ def devices_here() -> list[str]:
     return found
 
 
-def examine(devices: list[str], progress: Callable[[str], None]) -> list[Row]:
-    """Check every case. ``progress`` is called before each with words for it."""
+def examine(devices: list[str], progress: Callable[[str, int], None]) -> list[Row]:
+    """Check every case. ``progress`` is called with words for what comes next and how many checks begin with it."""
     cases = _cases()
     rows = []
     for device in devices:
+        if device.split(":")[0] in ("cuda", "xpu"):
+            compile_kernels(device, lambda words: progress(words, 0))
         for function in dict.fromkeys(case.function for case in cases):
             for dtype in FLOATS:
                 try:
@@ -199,7 +223,7 @@ def examine(devices: list[str], progress: Callable[[str], None]) -> list[Row]:
                     for case in cases:
                         if case.function != function:
                             continue
-                        progress(f"{function} {dtype_name(dtype)} {layout} on {device}")
+                        progress(f"{function} {dtype_name(dtype)} {layout} on {device}", 1)
                         row.checks[layout] = row.checks.get(layout, 0) + 1
                         try:
                             check(case, dtype, layout, device)
@@ -268,8 +292,8 @@ def run(*, as_json: bool, devices: list[str] | None) -> int:
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("checking", total=total)
 
-        def step(words: str) -> None:
-            progress.update(task, advance=1, description=words)
+        def step(words: str, checks: int) -> None:
+            progress.update(task, advance=checks, description=words)
 
         rows = examine(wanted, step)
     wrong = sum(not row.right for row in rows)

@@ -11,7 +11,7 @@ import contextlib
 import json
 import math
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -104,10 +104,16 @@ def assert_within(got: Tensor, plain: Tensor, truth: Tensor, what: str, spread: 
 Check = Callable[[Callable[..., Tensor], Case], None]
 
 
-def check_values_and_gradients(function: Callable[..., Tensor], case: Case, device: str = "cpu") -> None:
+def check_values_and_gradients(
+    function: Callable[..., Tensor],
+    case: Case,
+    device: str = "cpu",
+    dtypes: Sequence[torch.dtype] = DTYPES,
+    layouts: Sequence[bool] = (False, True),
+) -> None:
     """Value, first and second gradient in every dtype and both layouts."""
-    for dtype in DTYPES:
-        for channels_last in (False, True):
+    for dtype in dtypes:
+        for channels_last in layouts:
             # The truth sees the same rounded inputs.
             made = case.tensors(dtype, channels_last, device)
             exact = {k: t.detach().double().requires_grad_() for k, t in made.items()}

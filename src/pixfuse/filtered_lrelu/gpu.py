@@ -94,16 +94,14 @@ def _upsampled(
     between = ()
     for c in tl.static_range(COLUMNS):
         total = tl.full(rows[0].shape, 0.0, tl.float32)
-        for a in tl.static_range(K):
-            if (S + a - PAD_Y) % U == 0:
-                total += weights[a] * rows[(S + a - PAD_Y) // U * COLUMNS + c]
+        for a in tl.static_range((PAD_Y - S) % U, K, U):
+            total += weights[a] * rows[(S + a - PAD_Y) // U * COLUMNS + c]
         between = between + (total,)
     samples = ()
     for t in tl.static_range(WIDTH):
         total = tl.full(rows[0].shape, 0.0, tl.float32)
-        for a in tl.static_range(K):
-            if (t + a - PAD_X) % U == 0:
-                total += weights[a] * between[(t + a - PAD_X) // U]
+        for a in tl.static_range((PAD_X - t) % U, K, U):
+            total += weights[a] * between[(t + a - PAD_X) // U]
         samples = samples + (total,)
     return samples
 
@@ -129,6 +127,36 @@ def _scaled(values, samples, slope, limit, CLAMP: tl.constexpr):  # values times
             bent = tl.where(tl.abs(samples[t] * bent) > limit, 0.0, bent)
         out = out + (values[t] * bent,)
     return out
+
+
+@triton.jit
+def _added(
+    sums,
+    samples,
+    weights,
+    S: tl.constexpr,
+    D: tl.constexpr,
+    KD: tl.constexpr,
+    OLD: tl.constexpr,
+    NEW: tl.constexpr,
+    B: tl.constexpr,
+):
+    # The sums of B columns of outputs and the part in them of the upsampled row S of a step: columns, then the row.
+    across = ()
+    for p in tl.static_range(B):
+        total = tl.full(samples[0].shape, 0.0, tl.float32)
+        for c in tl.static_range(KD):
+            total += weights[c] * samples[p * D + c]
+        across = across + (total,)
+    added = ()
+    for k in tl.static_range(OLD + NEW):  # for output k - OLD the row is number S - (k - OLD) * D
+        if S - (k - OLD) * D >= 0 and S - (k - OLD) * D < KD:
+            weight = weights[S - (k - OLD) * D]
+            for p in tl.static_range(B):
+                added = added + (sums[k * B + p] + weight * across[p],)
+        else:
+            added = added + sums[k * B : (k + 1) * B]
+    return added
 
 
 @triton.jit
@@ -268,20 +296,7 @@ def _filtered_lrelu_kernel(
                     bent = _scaled(values, samples, slope, limit, CLAMP)
                 else:
                     bent = _activated(samples, slope, limit, CONVEX, CLAMP)
-                across = ()
-                for p in tl.static_range(B):
-                    total = tl.full([THREADS], 0.0, tl.float32)
-                    for c in tl.static_range(KD):
-                        total += d_weights[c] * bent[p * D + c]
-                    across = across + (total,)
-                added = ()
-                for k in tl.static_range(OLD + NEW):  # for output k - OLD the row is number s - (k - OLD) * D
-                    for p in tl.static_range(B):
-                        if s - (k - OLD) * D >= 0 and s - (k - OLD) * D < KD:
-                            added = added + (sums[k * B + p] + d_weights[s - (k - OLD) * D] * across[p],)
-                        else:
-                            added = added + (sums[k * B + p],)
-                sums = added
+                sums = _added(sums, bent, d_weights, s, D, KD, OLD, NEW, B)
 
             for k in tl.static_range(NEW):
                 inside = alive & (out_row + k >= segment * out_rows) & (out_row + k < out_end)
