@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from . import calls
 from .batching import also_none
 from .checks import FLOATS, dtype_name
 from .sharding import Sharding
@@ -43,25 +44,30 @@ class Op:
         name: str,
         overload: torch._ops.OpOverload,
         reference: Callable[..., Any],
-        launch: Callable[..., Any],
         transformed: type[torch.autograd.Function],
         recorded: type[torch.autograd.Function],
         sharding: Sharding,
         room: str,
     ) -> None:
         self.name = name  # without its namespace
-        self.tensors = sum("Tensor" in str(a.type) for a in overload._schema.arguments)  # they come first
+        parameters = [calls.Parameter(a.name, _kind(str(a.type))) for a in overload._schema.arguments]
+        self.tensors = sum(p.kind in (calls.TENSOR, calls.OPTIONAL_TENSOR) for p in parameters)  # they come first
         self.overload = overload
         self._call = overload._op  # the same without Python of its own
         self.reference = reference
-        self.launch = launch  # on a GPU
         self.transformed = transformed
         self.recorded = recorded
+        # Function.apply without Python of its own, which is for functorch.
+        self._record = torch._C._FunctionBase.__dict__["apply"].__get__(None, recorded)
         self.sharding = sharding
         self.room = room
+        self.call = calls.remembering(self._call_first, parameters)
 
     def __call__(self, *args: Any) -> Any:
-        # Small images spend more time here than in their kernel, hence no generators and few calls.
+        """The op's results for its arguments by position."""
+        return self.call(*args)
+
+    def _call_first(self, *args: Any) -> Any:
         if torch.compiler.is_compiling():
             if for_shards is not None and isinstance(args[0], for_shards.tensor):
                 return self.overload(*for_shards.alike(args))
@@ -71,7 +77,8 @@ class Op:
         if _forward_ad._current_level >= 0 or _peek_interpreter_stack() is not None:
             return self.transformed.apply(*args)
         record = False
-        for x in args[: self.tensors]:
+        tensors = args[: self.tensors]
+        for x in tensors:
             if x is not None:
                 if type(x) not in _PLAIN:
                     if for_shards is not None and isinstance(x, for_shards.tensor):
@@ -80,19 +87,54 @@ class Op:
                 record = record or x.requires_grad
         if _watched():
             return self.overload(*args)
+        options: Any = args[self.tensors :]
+        run = self._directly(args) or self._below_autograd
         if record and torch.is_grad_enabled():
-            return self.recorded.apply(*args)
-        return self.run(*args)
+            run, options = self._record, (*options, run)
+        output = run(*tensors, *options)
+        if calls.notes.calls is not None:
+            calls.notes.calls.append((tensors, run, options, output))
+        return output
 
-    def run(self, *args: Any) -> Any:
-        """The kernel alone: nothing is recorded, and a GPU's is called past the dispatcher."""
-        if args[0].is_cuda:
-            return self.launch(*args)
+    def _below_autograd(self, *args: Any) -> Any:
+        """The kernel by way of the dispatcher; nothing is recorded."""
         with torch._C._AutoDispatchBelowAutograd():
             return self._call(*args)
 
+    def _directly(self, args: Sequence[Any]) -> Callable[..., Any] | None:
+        """The kernel for calls like this one, past the dispatcher, if that has nothing else to see to."""
+        device = args[0].device
+        keys = _ORDINARY.get(device.type, 0)
+        if any(t is not None and torch._C._dispatch_keys(t).raw_repr() & ~keys for t in args[: self.tensors]):
+            return None  # a negative view, or what a transform has left behind
+        if device.type == "cpu":
+            return functools.partial(self.overload._handle.redispatch_boxed, _CPU)
+        kernel, _ = gpu_kernel(self.room, self.name, args[0].dtype, device)
+        if kernel is None:
+            return self.reference
+        plan = getattr(kernel, "plan", None)
+        return kernel if plan is None else plan(*args)
+
+
+def _kind(of: str) -> int:
+    """The kind of a parameter of a schema's type, for ``calls``."""
+    if of == "Tensor":
+        return calls.TENSOR
+    if "Tensor" in of:
+        return calls.OPTIONAL_TENSOR
+    return calls.NUMBERS if of.startswith("List") else calls.OPTION
+
+
+def _ordinary(backend: str) -> int:
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
+    for key in (backend, f"Autograd{backend}", f"Autocast{backend}"):
+        keys = keys.add(getattr(torch._C.DispatchKey, key))
+    return keys.raw_repr()
+
 
 _PLAIN = (Tensor, torch.nn.Parameter)
+_CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+_ORDINARY = {"cpu": _ordinary("CPU"), "cuda": _ordinary("CUDA")}  # what calls past the dispatcher need not look at
 _forward_ad = torch.autograd.forward_ad
 _profiler = torch.autograd.profiler
 _peek_interpreter_stack = torch._C._functorch.peek_interpreter_stack
@@ -128,7 +170,8 @@ def by_definition() -> Iterator[None]:
     global _by_definition
     before, _by_definition = _by_definition, True
     try:
-        yield
+        with calls.nothing_known():
+            yield
     finally:
         _by_definition = before
 
@@ -174,9 +217,13 @@ def define_op(
     torch.library.register_vmap(qualified, vmap, lib=_LIBRARY)
 
     def record(ctx: Any, *args: Any) -> Any:
-        output = op.run(*args)
+        args, run = args[:-1], args[-1]
+        output = run(*args)
         setup_context(ctx, args, output)
         return output
+
+    def backward_of_recorded(ctx: Any, *grads: Any) -> Any:
+        return *backward(ctx, *grads), None  # of run
 
     def setup_both(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         setup_context(ctx, inputs, output)
@@ -212,8 +259,8 @@ def define_op(
         jvp=forward_mode,
         vmap=vmap,
     )
-    recorded = function(forward=record, backward=backward)
-    OPS[name] = op = Op(name, overload, reference, launch, transformed, recorded, sharding, room)
+    recorded = function(forward=record, backward=backward_of_recorded)
+    OPS[name] = op = Op(name, overload, reference, transformed, recorded, sharding, room)
     return op
 
 

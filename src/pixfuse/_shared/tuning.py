@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from . import calls
+
 CANDIDATES: dict[str, dict[str, Sequence[Any]]] = {}  # room: constant: what it may be
 
 
@@ -103,6 +105,7 @@ def _measured(module: Any, measure: Callable[[], float]) -> float:
 
 def _forget(module: Any) -> None:
     """Drop the plans that were made with other constants."""
+    calls.forget()
     for plan in vars(module).values():
         if hasattr(plan, "cache_clear"):
             plan.cache_clear()

@@ -11,14 +11,15 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .._shared.gpu import Launch, form, new, power_of_2
+from .._shared.gpu import Launch, dense, form, new, planned, power_of_2
 from .._shared.gpu_math import exp, expm1, log1p, sigmoid, tanh
 from .._shared.layout import to_layout
 from .._shared.tuning import tuned
@@ -255,29 +256,25 @@ def _elementwise(
     return Launch(kernel, -(-n // _BLOCK), (n, size, inner, *scalars), constants)
 
 
-def bias_act(x: Tensor, b: Tensor | None, dim: int, act: int, alpha: float, gain: float, clamp: float) -> Tensor:
+@planned
+def bias_act(
+    x: Tensor, b: Tensor | None, dim: int, act: int, alpha: float, gain: float, clamp: float
+) -> Callable[..., Tensor]:
     """``y`` of the shape, dtype and layout of ``x``; see ``reference.py``."""
-    channels_last, dense, strides, launch = _value_plan(
-        x.shape, x.stride(), x.dtype, None if b is None else b.dtype, dim, act, alpha, gain, clamp
-    )
-    if not dense:
-        x = to_layout(x, channels_last)
-    y = torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device)
-    launch(x, None if b is None else b.contiguous(), y)
-    return y
+    channels_last, whole, _ = form(x.shape, x.stride())
+    scalars = (float(alpha), float(gain), float(clamp))
+    dtypes = (x.dtype, None if b is None else b.dtype)
+    launch = _elementwise(_value_kernel, x.shape, dim, channels_last, dtypes, b is not None, scalars, act)
+    simple = whole and (b is None or b.is_contiguous())
 
+    def run(x: Tensor, b: Tensor | None, *_: Any) -> Tensor:
+        if not simple:
+            x, b = to_layout(x, channels_last), dense(b)
+        y = torch.empty_like(x) if simple else new(x, x.shape, channels_last)
+        launch(x, b, y)
+        return y
 
-@functools.lru_cache(maxsize=4096)
-def _value_plan(
-    shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, bias: torch.dtype | None, dim: int, act: int,
-    *scalars: float,
-) -> tuple[bool, bool, tuple[int, ...], Launch]:  # fmt: skip
-    """The form of x, field by field, and the launch on it."""
-    of_x = form(shape, strides)
-    launch = _elementwise(
-        _value_kernel, shape, dim, of_x.channels_last, (dtype, bias), bias is not None, tuple(map(float, scalars)), act
-    )
-    return (*of_x, launch)
+    return run
 
 
 @functools.lru_cache(maxsize=256)
@@ -316,30 +313,39 @@ def _summing(
     return _Summing(launch, turns * chunks)
 
 
+@planned
 def bias_act_backward(
     dy: Tensor, x: Tensor | None, b: Tensor | None, y: Tensor | None, dim: int, act: int, alpha: float, gain: float,
     clamp: float, channels_last: bool, need_db: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> Callable[..., tuple[Tensor, Tensor]]:  # fmt: skip
     """``dx`` and ``db``; see ``reference.py``."""
-    dy = to_layout(dy, channels_last)
-    x = None if x is None else to_layout(x, channels_last)
-    y = None if y is None else to_layout(y, channels_last)
-    b = None if b is None or x is None else b.contiguous()
-    dx = new(dy, dy.shape, channels_last)
+    b = None if x is None else b
     dtypes = tuple(None if t is None else t.dtype for t in (dy, x, b, y))
     limit = _rounded(clamp, dy.dtype) if y is not None and clamp >= 0 else clamp  # y was rounded, so was its limit
     scalars = (float(alpha), float(gain), float(limit))
-    if not need_db:
-        biased = b is not None
-        launch = _elementwise(_backward_kernel, dy.shape, dim, channels_last, dtypes, biased, scalars, act)
+    shape, parts = dy.shape, 0
+    if need_db and dy.numel() > 0:
+        launch, parts = _summing(shape, dim, channels_last, dtypes, scalars, act)
+    else:
+        launch = _elementwise(_backward_kernel, shape, dim, channels_last, dtypes, b is not None, scalars, act)
+    simple = form(shape, dy.stride()) == (channels_last, True, dy.stride()) and all(
+        t is None or t.stride() == dy.stride() for t in (x, y)
+    )
+
+    def run(dy: Tensor, x: Tensor | None, b: Tensor | None, y: Tensor | None, *_: Any) -> tuple[Tensor, Tensor]:
+        if not simple:
+            dy = to_layout(dy, channels_last)
+            x, y = (None if t is None else to_layout(t, channels_last) for t in (x, y))
+        dx = torch.empty_like(dy) if simple else new(dy, shape, channels_last)
+        b = None if b is None or x is None else b.contiguous()
+        if parts:
+            part = new(dy, (parts, shape[dim]), False, torch.float32)
+            launch(dy, x, b, y, dx, part)
+            return dx, part.sum(0)
         launch(dy, x, b, y, dx)
-        return dx, dy.new_empty(0, dtype=torch.float32)
-    if dy.numel() == 0:
-        return dx, dy.new_zeros(dy.shape[dim], dtype=torch.float32)
-    plan = _summing(dy.shape, dim, channels_last, dtypes, scalars, act)
-    part = dy.new_empty((plan.parts, dy.shape[dim]), dtype=torch.float32)
-    plan.launch(dy, x, b, y, dx, part)
-    return dx, part.sum(0)
+        return dx, dy.new_zeros(shape[dim] if need_db else 0, dtype=torch.float32)
+
+    return run
 
 
 def bias_act_second(

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .._shared import checks
 from .._shared.batching import outputs, to_front
+from .._shared.calls import remembered
 from .._shared.layout import compute_dtype, empty, is_channels_last, to_layout
 from .._shared.library import Op, define_op, differentiate
 from .._shared.sharding import CHANNELS, IMAGE, Sharding
@@ -22,6 +23,7 @@ _SIGN_IS_ENOUGH = tuple(_NAMES.index(name) for name in ("linear", "relu", "lrelu
 _LINEAR = _NAMES.index("linear")
 
 
+@remembered()
 def bias_act(
     x: Tensor,
     b: Tensor | None = None,

@@ -12,14 +12,15 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .._shared.gpu import Form, Launch, form, new
+from .._shared.gpu import Form, Launch, dense, form, new, planned
 from .._shared.layout import dense_strides, to_layout
 from .._shared.tuning import tuned
 from ..upfirdn2d import upfirdn2d
@@ -335,6 +336,7 @@ class _Stream(NamedTuple):
     flip: bool
 
 
+@planned
 def filtered_lrelu(
     x: Tensor,
     fu: Tensor | None,
@@ -350,23 +352,30 @@ def filtered_lrelu(
     gain: float,
     slope: float,
     clamp: float,
-) -> Tensor:
+) -> Callable[..., Tensor]:
     """``D act(U (x + b))``, in the layout of ``x``."""
-    (channels_last, dense, _), shape, strides, launch = _value_plan(
+    (channels_last, whole, _), shape, strides, launch = _value_plan(
         x.shape, x.stride(), x.dtype, None if b is None else b.dtype, _taps(fu), _taps(fd),
         up, down, pad_x, pad_y, out_w, out_h, flip, gain, slope, clamp,
     )  # fmt: skip
-    if not dense:
-        x = to_layout(x, channels_last)
-    if launch is None:
+    dtype, device = x.dtype, x.device
+    simple = whole and all(t is not None and t.is_contiguous() for t in (fu, fd)) and (b is None or b.is_contiguous())
+
+    def run(x: Tensor, fu: Tensor | None, fd: Tensor | None, b: Tensor | None, *_: Any) -> Tensor:
+        if not simple:
+            x, fu, fd, b = to_layout(x, channels_last), _filter(fu, x), _filter(fd, x), dense(b)
+        y = torch.empty_strided(shape, strides, dtype=dtype, device=device)
+        launch(x, b, fu, None, None, fd, y)
+        return y
+
+    def step_by_step(x: Tensor, fu: Tensor | None, fd: Tensor | None, b: Tensor | None, *_: Any) -> Tensor:
         u = _upsampled_domain(fd, down, out_w, out_h)
-        t = _resample(biased(x, b), fu, up, 1, pad_x, pad_y, *u, flip, up * up)
+        t = _resample(biased(to_layout(x, channels_last), b), fu, up, 1, pad_x, pad_y, *u, flip, up * up)
         t = gain * torch.where(t > 0, t, t * slope)
         t = t.clamp(-clamp, clamp) if clamp >= 0 else t
-        return _resample(t, fd, 1, down, 0, 0, out_w, out_h, flip, 1.0).to(x.dtype)
-    y = torch.empty_strided(shape, strides, dtype=x.dtype, device=x.device)
-    launch(x, b, _filter(fu, x), None, None, _filter(fd, x), y)
-    return y
+        return _resample(t, fd, 1, down, 0, 0, out_w, out_h, flip, 1.0).to(dtype)
+
+    return step_by_step if launch is None else run
 
 
 @functools.lru_cache(maxsize=4096)
@@ -402,8 +411,8 @@ def filtered_lrelu_tangent(
     clamp: float,
 ) -> Tensor:
     """``D (m(U (x + b)) * U v)``, in the layout of ``x``."""
-    channels_last, dense, _ = form(x.shape, x.stride())
-    x, v = x if dense else to_layout(x, channels_last), to_layout(v, channels_last)
+    channels_last = form(x.shape, x.stride()).channels_last
+    x, v = to_layout(x, channels_last), to_layout(v, channels_last)
     n, c, h, w = x.shape
     of_x = _Stream(h, w, up, _taps(fu), pad_x, pad_y, flip)
     shape, dtypes = (n, c, out_h, out_w), (x.dtype, v.dtype, None if b is None else b.dtype)
@@ -415,7 +424,7 @@ def filtered_lrelu_tangent(
         return _resample(t, fd, 1, down, 0, 0, out_w, out_h, flip, 1.0).to(x.dtype)
     y = new(x, shape, channels_last)
     fu = _filter(fu, x)
-    launch(x, b, fu, v, fu, _filter(fd, x), y)
+    launch(x, dense(b), fu, v, fu, _filter(fd, x), y)
     return y
 
 
@@ -437,8 +446,8 @@ def filtered_lrelu_backward(
     clamp: float,
 ) -> Tensor:
     """``Uᵀ (m(U (x + b)) * Dᵀ dy)``, in the layout of ``x``."""
-    channels_last, dense, _ = form(x.shape, x.stride())
-    x, dy = x if dense else to_layout(x, channels_last), to_layout(dy, channels_last)
+    channels_last = form(x.shape, x.stride()).channels_last
+    x, dy = to_layout(x, channels_last), to_layout(dy, channels_last)
     n, c, h, w = x.shape
     ku, kd = _taps(fu), _taps(fd)
     # Samples are counted from the first that the transposed upsampling reads, which is ku - 1 - pad before the image.
@@ -455,7 +464,7 @@ def filtered_lrelu_backward(
         return _resample(t, fu, 1, up, kw - 1 - pad_x, kh - 1 - pad_y, w, h, not flip, up * up).to(x.dtype)
     dx = new(x, x.shape, channels_last)
     fu = _filter(fu, x)
-    launch(x, b, fu, dy, _filter(fd, x), fu, dx)
+    launch(x, dense(b), fu, dy, _filter(fd, x), fu, dx)
     return dx
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .._shared import checks
 from .._shared.batching import into_batch, one_by_one, outputs, to_front
+from .._shared.calls import remembered
 from .._shared.layout import empty, is_channels_last, to_layout
 from .._shared.library import Op, define_op, linear
 from .._shared.sharding import CHANNELS, IMAGE, WHOLE, Sharding, Window, fir_window, inside
@@ -19,6 +20,7 @@ from ..upfirdn2d.op import check_fixed_filter, effective_step, filter_size, pars
 from . import reference
 
 
+@remembered()
 def filtered_lrelu(
     x: Tensor,
     fu: Tensor | None = None,

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .._shared.gpu import Form, Launch, form, power_of_2
+from .._shared.gpu import Form, Launch, dense, form, new, planned, power_of_2
 from .._shared.gpu_math import sigmoid
 from .._shared.layout import to_layout
 from .._shared.tuning import tuned
@@ -689,34 +690,41 @@ def _forward(
     return _Forward(of_x, launches, 2 * N * G * t.slots, 2 * N * G if pool else 0)
 
 
+@planned
 def group_norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, num_groups: int, eps: float, act: int,
     round_before_act: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:  # fmt: skip
     """``y``, ``mean`` and ``rstd``; see ``reference.py``."""
-    (channels_last, dense, strides), launches, partials, pooled = _forward(
+    (channels_last, whole, strides), launches, partials, pooled = _forward(
         x.shape, x.stride(), x.dtype, None if weight is None else weight.dtype, None if bias is None else bias.dtype,
         num_groups, eps, act, round_before_act,
     )  # fmt: skip
-    if not dense:
-        x = to_layout(x, channels_last)
-    y = torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device)
-    mean = torch.empty((x.shape[0], num_groups), dtype=torch.float32, device=x.device)
-    rstd = torch.empty_like(mean)
-    weight, bias = _dense(weight), _dense(bias)
-    if not launches:
-        return y, mean.zero_(), rstd.zero_()
-    if len(launches) == 1:
-        launches[0](x, weight, bias, y, mean, rstd)
+    shape, dtype, device = x.shape, x.dtype, x.device
+    stats = (shape[0], num_groups), (num_groups, 1)
+    simple = whole and all(p is None or p.is_contiguous() for p in (weight, bias))
+
+    def run(x: Tensor, weight: Tensor | None, bias: Tensor | None, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+        if not simple:
+            x, weight, bias = to_layout(x, channels_last), dense(weight), dense(bias)
+        y = torch.empty_like(x) if simple else torch.empty_strided(shape, strides, dtype=dtype, device=device)
+        mean = torch.empty_strided(*stats, dtype=torch.float32, device=device)
+        rstd = torch.empty_like(mean)
+        if not launches:
+            return y, mean.zero_(), rstd.zero_()
+        if len(launches) == 1:
+            launches[0](x, weight, bias, y, mean, rstd)
+            return y, mean, rstd
+        part = torch.empty_strided((partials,), (1,), dtype=torch.float32, device=device)
+        launches[0](x, part)
+        if pooled:
+            own = torch.empty_strided((pooled,), (1,), dtype=torch.float32, device=device)
+            launches[1](part, own)
+            part = own
+        launches[-1](x, part, weight, bias, y, mean, rstd)
         return y, mean, rstd
-    part = x.new_empty(partials, dtype=torch.float32)
-    launches[0](x, part)
-    if pooled:
-        whole = x.new_empty(pooled, dtype=torch.float32)
-        launches[1](part, whole)
-        part = whole
-    launches[-1](x, part, weight, bias, y, mean, rstd)
-    return y, mean, rstd
+
+    return run
 
 
 class _Backward(NamedTuple):
@@ -779,10 +787,11 @@ def _backward(
     return _Backward(of_x, launches, False, t.chunks, 2 * N * G * t.slots, 2 * N * G if pool else 0)
 
 
+@planned
 def group_norm_backward(
     dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None, bias: Tensor | None, num_groups: int,
     act: int, round_before_act: bool, need_dx: bool, need_dweight: bool, need_dbias: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:  # fmt: skip
     """``dx``, ``dweight`` and ``dbias``; see ``reference.py``."""
     need_sums = need_dweight or need_dbias
     plan = _backward(
@@ -790,39 +799,41 @@ def group_norm_backward(
         (dy.dtype, None if weight is None else weight.dtype, None if bias is None else bias.dtype),
         num_groups, act, round_before_act, need_dx, need_sums,
     )  # fmt: skip
-    channels_last, dense, strides = plan.form
-    x = x if dense else to_layout(x, channels_last)
-    dy = dy if dy.stride() == strides else to_layout(dy, channels_last)
-    N, C = x.shape[0], x.shape[1]
-    nothing = x.new_empty(0, dtype=torch.float32)
-    dx = torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device) if need_dx else None
-    if not plan.launches:
-        zeros = x.new_zeros(C, dtype=torch.float32)
-        return (
-            x.new_empty(0) if dx is None else dx,
-            zeros if need_dweight else nothing,
-            zeros.clone() if need_dbias else nothing,
-        )
-    weight, bias = _dense(weight), _dense(bias)
-    sums = x.new_empty((2, N, C, plan.chunks), dtype=torch.float32) if need_sums else None
-    mean, rstd = mean.contiguous(), rstd.contiguous()
-    given = (dy, x, mean, None, rstd, weight, bias)
-    if plan.whole:
-        plan.launches[0](dy, x, mean, rstd, weight, bias, dx, sums)
-    else:
-        part = x.new_empty(plan.partials, dtype=torch.float32) if need_dx else None
-        plan.launches[0](*given, sums, part)
-        if plan.pooled:
-            pooled = x.new_empty(plan.pooled, dtype=torch.float32)
-            plan.launches[1](part, pooled)
-            part = pooled
-        if need_dx:
-            plan.launches[-1](*given, part, dx)
-    dweight = dbias = nothing
-    if sums is not None:
-        totals = _add_up(sums)
-        dweight, dbias = totals[0] if need_dweight else nothing, totals[1] if need_dbias else nothing
-    return x.new_empty(0) if dx is None else dx, dweight, dbias
+    channels_last, whole, strides = plan.form
+    shape, dtype, device = x.shape, x.dtype, x.device
+    N, C = shape[0], shape[1]
+    simple = whole and dy.stride() == strides
+    simple = simple and all(t is None or t.is_contiguous() for t in (mean, rstd, weight, bias))
+
+    def run(
+        dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None, bias: Tensor | None, *_: Any
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        if not simple:
+            dy, x = to_layout(dy, channels_last), to_layout(x, channels_last)
+            mean, rstd, weight, bias = mean.contiguous(), rstd.contiguous(), dense(weight), dense(bias)
+        dx = torch.empty_strided(shape, strides, dtype=dtype, device=device) if need_dx else None
+        sums = new(x, (2, N, C, plan.chunks), False, torch.float32) if need_sums and plan.launches else None
+        if plan.whole:
+            plan.launches[0](dy, x, mean, rstd, weight, bias, dx, sums)
+        elif plan.launches:
+            given = (dy, x, mean, None, rstd, weight, bias)
+            part = new(x, (plan.partials,), False, torch.float32) if need_dx else None
+            plan.launches[0](*given, sums, part)
+            if plan.pooled:
+                pooled = new(x, (plan.pooled,), False, torch.float32)
+                plan.launches[1](part, pooled)
+                part = pooled
+            if need_dx:
+                plan.launches[-1](*given, part, dx)
+        if dx is None:
+            dx = x.new_empty(0)
+        if not need_sums:
+            nothing = new(x, (0,), False, torch.float32)
+            return dx, nothing, nothing
+        dweight, dbias = x.new_zeros((2, C), dtype=torch.float32) if sums is None else _add_up(sums)
+        return dx, dweight if need_dweight else dweight[:0], dbias if need_dbias else dbias[:0]
+
+    return run
 
 
 # --- an image in parts: what parts.py calls, the launches of the two-launch design one by one ---------------------
@@ -849,11 +860,11 @@ def normalise(
         x.shape, x.stride(), x.dtype, None if weight is None else weight.dtype, None if bias is None else bias.dtype,
         num_groups, eps, act, round_before_act, True,
     )  # fmt: skip
-    channels_last, dense, strides = plan.form
-    x = x if dense else to_layout(x, channels_last)
+    channels_last, whole, strides = plan.form
+    x = x if whole else to_layout(x, channels_last)
     y = torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device)
     mean, rstd = torch.empty_like(deviations)
-    weight, bias = _dense(weight), _dense(bias)
+    weight, bias = dense(weight), dense(bias)
     plan.launches[2](x, deviations, weight, bias, y, mean, rstd)
     return y
 
@@ -894,10 +905,10 @@ def _in_parts(
         (dy.dtype, None if weight is None else weight.dtype, None if bias is None else bias.dtype),
         num_groups, act, round_before_act, True, True, True,
     )  # fmt: skip
-    channels_last, dense, strides = plan.form
-    x = x if dense else to_layout(x, channels_last)
+    channels_last, whole, strides = plan.form
+    x = x if whole else to_layout(x, channels_last)
     dy = dy if dy.stride() == strides else to_layout(dy, channels_last)
-    weight, bias = _dense(weight), _dense(bias)
+    weight, bias = dense(weight), dense(bias)
     near = mean.to(torch.float32).contiguous()
     rest = (mean - near).to(torch.float32).contiguous()
     return plan, (dy, x, near, rest, rstd.contiguous(), weight, bias)
@@ -910,7 +921,7 @@ def _add_up(sums: Tensor) -> Tensor:
         return sums.view(2, C)
     if N * chunks > _TOTALLED:
         return sums.sum((1, 3))
-    totals = sums.new_empty(2, C)
+    totals = new(sums, (2, C), False)
     _totalling(N, C, chunks)(sums, totals)
     return totals
 
@@ -919,7 +930,3 @@ def _add_up(sums: Tensor) -> Tensor:
 def _totalling(N: int, C: int, chunks: int) -> Launch:
     width = min(power_of_2(chunks), 512)
     return Launch(_total_kernel, 2 * C, (N, C, chunks), (min(power_of_2(N), 2048 // width), width))
-
-
-def _dense(parameter: Tensor | None) -> Tensor | None:
-    return None if parameter is None else parameter.contiguous()

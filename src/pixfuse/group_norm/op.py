@@ -15,6 +15,7 @@ from torch import Tensor
 
 from .._shared import checks
 from .._shared.batching import Rule, outputs, to_front
+from .._shared.calls import remembered
 from .._shared.layout import compute_dtype, empty, is_channels_last, to_layout
 from .._shared.library import Op, define_op, differentiate
 from .._shared.sharding import CHANNELS, IMAGE, STATS, Sharding, Window
@@ -24,6 +25,7 @@ _ACTS = {None: 0, "silu": reference.SILU}
 _RANKS = (2, 3, 4, 5)
 
 
+@remembered("[0]")
 def group_norm(
     x: Tensor,
     num_groups: int,

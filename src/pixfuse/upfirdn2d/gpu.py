@@ -11,14 +11,15 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .._shared.gpu import Launch, form, power_of_2
+from .._shared.gpu import Launch, form, planned, power_of_2
 from .._shared.layout import dense_strides, is_channels_last, to_layout
 from .._shared.tuning import tuned
 
@@ -330,6 +331,7 @@ def _filter_total_kernel(partial_ptr, df_ptr, chunks, taps, gain, BLOCK: tl.cons
 # --- launches -------------------------------------------------------------------------------------------------
 
 
+@planned
 def upfirdn2d(
     x: Tensor,
     f: Tensor | None,
@@ -343,22 +345,29 @@ def upfirdn2d(
     out_h: int,
     flip: bool,
     gain: float,
-) -> Tensor:
+) -> Callable[..., Tensor]:
     """``y`` ``[N, C, out_h, out_w]`` in the dtype and layout of ``x``."""
-    shape = None if f is None else f.shape
+    taps = None if f is None else f.shape
     axes = (up_x, up_y, down_x, down_y, pad_x, pad_y)
-    plan = _plan(x.shape, x.stride(), x.dtype, shape, axes, out_w, out_h, flip, gain)
-    if not plan.dense:
-        x = to_layout(x, plan.channels_last)
-    f = _one(x.device) if f is None else f.contiguous()
-    y = torch.empty_strided(plan.shape, plan.strides, dtype=x.dtype, device=x.device)
-    if plan.columns is None:
-        plan.rows(x, f, y)
-    else:
-        between = torch.empty(plan.between, dtype=torch.float32, device=x.device)
-        plan.rows(x, f, between)
-        plan.columns(between, f, y)
-    return y
+    channels_last, dense, shape, strides, rows, columns, middle = _plan(
+        x.shape, x.stride(), x.dtype, taps, axes, out_w, out_h, flip, gain
+    )
+    dtype, device = x.dtype, x.device
+    simple = dense and f is not None and f.is_contiguous()
+
+    def run(x: Tensor, f: Tensor | None, *_: Any) -> Tensor:
+        if not simple:
+            x, f = to_layout(x, channels_last), _one(device) if f is None else f.contiguous()
+        y = torch.empty_strided(shape, strides, dtype=dtype, device=device)
+        if columns is None:
+            rows(x, f, y)
+        else:
+            between = torch.empty_strided((middle,), (1,), dtype=torch.float32, device=device)
+            rows(x, f, between)
+            columns(between, f, y)
+        return y
+
+    return run
 
 
 def upfirdn2d_filter_backward(

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .._shared import checks
 from .._shared.batching import into_batch, one_by_one
+from .._shared.calls import remembered
 from .._shared.layout import compute_dtype, empty, is_channels_last, to_layout
 from .._shared.library import Op, define_op, linear
 from .._shared.sharding import IMAGE, WHOLE, Sharding, Window, fir_window
@@ -20,6 +21,7 @@ Quad = tuple[Any, Any, Any, Any]
 _MANY_PHASES = 64
 
 
+@remembered()
 def upfirdn2d(
     x: Tensor,
     f: Tensor | None,

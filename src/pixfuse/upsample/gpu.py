@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .._shared.gpu import Launch, form, new, power_of_2
+from .._shared.gpu import Launch, form, new, planned, power_of_2
 from .._shared.layout import dense_strides, to_layout
 from .._shared.tuning import tuned
 from .taps import CUBIC, LINEAR, NEAREST, NEAREST_EXACT, axis_taps, taps
@@ -419,28 +419,35 @@ def _whole_factor(
     return _Whole(*plan, launch)
 
 
-def upsample_nearest(x: Tensor, scale: Sequence[int], gain: float) -> Tensor:
+@planned
+def upsample_nearest(x: Tensor, scale: Sequence[int], gain: float) -> Callable[..., Tensor]:
     """Every sample ``scale[d]`` times along spatial axis ``d``, times ``gain``."""
     return _by_whole_factors(x, scale, gain, False)
 
 
-def upsample_nearest_backward(dy: Tensor, scale: Sequence[int], gain: float) -> Tensor:
+@planned
+def upsample_nearest_backward(dy: Tensor, scale: Sequence[int], gain: float) -> Callable[..., Tensor]:
     """The sum over each block of ``dy``, times ``gain``."""
     return _by_whole_factors(dy, scale, gain, True)
 
 
-def _by_whole_factors(x: Tensor, scale: Sequence[int], gain: float, backward: bool) -> Tensor:
+def _by_whole_factors(x: Tensor, scale: Sequence[int], gain: float, backward: bool) -> Callable[..., Tensor]:
     channels_last, dense, shape, strides, launch = _whole_factor(
         x.shape, x.stride(), x.dtype, backward, float(gain), *scale
     )
-    if not dense:
-        x = to_layout(x, channels_last)
-    y = torch.empty_strided(shape, strides, dtype=x.dtype, device=x.device)
-    if x.dtype == torch.bool:
-        launch(_bytes(x), _bytes(y))
-    else:
-        launch(x, y)
-    return y
+    dtype, device = x.dtype, x.device
+
+    def run(x: Tensor, *_: Any) -> Tensor:
+        if not dense:
+            x = to_layout(x, channels_last)
+        y = torch.empty_strided(shape, strides, dtype=dtype, device=device)
+        if dtype == torch.bool:
+            launch(_bytes(x), _bytes(y))
+        else:
+            launch(x, y)
+        return y
+
+    return run
 
 
 def _bytes(x: Tensor) -> Tensor:
@@ -631,33 +638,39 @@ def _passes(
 
 def _resize(
     x: Tensor, sizes: Sequence[int], mode: int, rest: tuple[bool, bool], scale: Sequence[float], back: bool
-) -> Tensor:
+) -> Callable[..., Tensor]:
     plan = _resizing(x.shape, x.stride(), x.dtype, x.device, tuple(sizes), mode, rest, tuple(scale), back)
-    return _run(x, *plan)
+    return _running(x, *plan)
 
 
-def _run(
+def _running(
     x: Tensor, channels_last: bool, dense: bool, shape: tuple[int, ...], strides: tuple[int, ...],
     passes: Sequence[_Pass],
-) -> Tensor:  # fmt: skip
-    if not dense:
-        x = to_layout(x, channels_last)
-    y = torch.empty_strided(shape, strides, dtype=x.dtype, device=x.device)
-    for launch, tables, between in passes:
-        if tables:
-            _keep(x, tables)
-        to = y if between is None else new(x, between, channels_last, torch.float32)
-        if x.dtype == torch.bool:
-            launch(_bytes(x), *tables, _bytes(to))
-        else:
-            launch(x, *tables, to)
-        x = to
-    return y
+) -> Callable[..., Tensor]:  # fmt: skip
+    dtype, device = x.dtype, x.device
+
+    def run(x: Tensor, *_: Any) -> Tensor:
+        if not dense:
+            x = to_layout(x, channels_last)
+        y = torch.empty_strided(shape, strides, dtype=dtype, device=device)
+        for launch, tables, between in passes:
+            if tables:
+                _keep(x, tables)
+            to = y if between is None else new(x, between, channels_last, torch.float32)
+            if dtype == torch.bool:
+                launch(_bytes(x), *tables, _bytes(to))
+            else:
+                launch(x, *tables, to)
+            x = to
+        return y
+
+    return run
 
 
 def resize(x: Tensor, maps: Sequence[tuple[Any, ...]], sizes: Sequence[int], copies: bool) -> Tensor:
     """``x`` resized by a map for each spatial axis (see ``axis_taps``); ``copies``: they only copy samples."""
-    return _run(x, *_resizing_by(x.shape, x.stride(), x.dtype, x.device, tuple(maps), tuple(sizes), copies))
+    plan = _resizing_by(x.shape, x.stride(), x.dtype, x.device, tuple(maps), tuple(sizes), copies)
+    return _running(x, *plan)(x)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -672,15 +685,17 @@ def _resizing_by(
     return _Resize(channels_last, dense, shape, dense_strides(shape, channels_last), passes)
 
 
+@planned
 def interpolate(
     x: Tensor, size: Sequence[int], mode: int, align_corners: bool, antialias: bool, scale: Sequence[float]
-) -> Tensor:
+) -> Callable[..., Tensor]:
     """``x`` resized to the spatial ``size``; see ``reference.py``."""
     return _resize(x, size, mode, (align_corners, antialias), scale, False)
 
 
+@planned
 def interpolate_backward(
     dy: Tensor, size: Sequence[int], mode: int, align_corners: bool, antialias: bool, scale: Sequence[float]
-) -> Tensor:
+) -> Callable[..., Tensor]:
     """The transposed map: ``dx`` of the spatial ``size`` of the input."""
     return _resize(dy, size, mode, (align_corners, antialias), scale, True)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .._shared import checks
 from .._shared.batching import into_batch
+from .._shared.calls import remembered
 from .._shared.layout import empty, is_channels_last, to_layout
 from .._shared.library import Op, define_op, gpu_module, linear
 from .._shared.sharding import IMAGE, Sharding, Window, inside
@@ -36,6 +37,7 @@ _MODES = {
 _NAMES = tuple(_MODES)
 
 
+@remembered()
 def upsample_nearest(x: Tensor, scale: int | Sequence[int], gain: float = 1.0) -> Tensor:
     """Repeat every sample of an image a whole number of times along each spatial axis, and scale the result.
 
@@ -70,6 +72,7 @@ def upsample_nearest(x: Tensor, scale: int | Sequence[int], gain: float = 1.0) -
     return result
 
 
+@remembered()
 def interpolate(
     x: Tensor,
     size: int | Sequence[int] | None = None,

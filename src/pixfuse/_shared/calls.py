@@ -1,0 +1,229 @@
+"""Calls that were made before: their checks need not be made again, and what they run is known.
+
+A call is described by the shape of its first tensor, its options with their types (``True == 1 == 1.0`` are three
+calls) and the grad mode. For such a description :data:`TABLE` keeps what passed the checks: a guard of PyTorch's own,
+which compares type, dtype, device, shape, strides, dispatch keys and ``requires_grad`` of all tensors in a fifth of a
+microsecond, and the function that then computes the result. Anything else, the least difference, takes the long way:
+the checks, and :class:`~pixfuse._shared.library.Op`, which finds the implementation and leaves it in :data:`notes`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import threading
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar, cast
+
+import torch
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_LARGEST, _ALIKE = 4096, 4  # descriptions, and calls of one description that differ in their tensors
+
+TENSOR, OPTIONAL_TENSOR, NUMBERS, OPTION = range(4)  # kinds of parameters; numbers are a number or a sequence of them
+_NONE = object()
+_ABSENT = [torch.empty(0, device="cpu") for _ in range(6)]  # stand for None; a guard wants no tensor twice
+
+
+class Parameter(NamedTuple):
+    """A parameter of a function."""
+
+    name: str
+    kind: int
+    default: Any = _NONE
+
+
+class Known(NamedTuple):
+    """A call that passed its checks."""
+
+    check: Callable[..., bool]  # of all tensors
+    run: Callable[..., Any]  # of the op's arguments
+    options: tuple[Any, ...]  # the op's arguments after its tensors
+
+
+TABLE: dict[Hashable, tuple[Known, ...]] = {}
+_unknown: set[object] = set()  # not empty: no call counts as known
+
+
+class Notes(threading.local):
+    """What the ops of this thread did during a call that is to be remembered; else None."""
+
+    calls: list[tuple[Sequence[Any], Callable[..., Any], Sequence[Any], Any]] | None = None
+
+
+notes = Notes()
+
+
+@contextlib.contextmanager
+def nothing_known() -> Iterator[None]:
+    """Let every call, of any thread, go the long way in this context."""
+    token = object()
+    _unknown.add(token)
+    try:
+        yield
+    finally:
+        _unknown.discard(token)
+
+
+def forget() -> None:
+    """Forget every call, as after a change of what they would run."""
+    TABLE.clear()
+
+
+def described(value: Any) -> Hashable:
+    """A number or a sequence of numbers with the types of its elements; TypeError for what may equal anything."""
+    kind = value.__class__
+    if kind is list or kind is tuple:
+        return (*value, *[v.__class__ for v in value])
+    if kind is int or kind is float or value is None or kind is torch.Size:
+        return value
+    raise TypeError
+
+
+def remembering(function: Callable[..., Any], parameters: Sequence[Parameter], result: str = "") -> Callable[..., Any]:
+    """``function``, which checks its arguments and calls one op, as one that takes a microsecond for known calls.
+
+    It is written out, as ``namedtuple`` is: a loop over the arguments would take longer than all the rest.
+
+    Args:
+        function: calls the op with its own tensors, in their order.
+        parameters: its parameters.
+        result: ``"[0]"`` where it returns the first of the op's results.
+    """
+    first = parameters[0].name
+    names, tensors, checked, key = [], [], [], [f"{first}.shape", "grad()"]
+    for p in parameters:
+        names.append(p.name)
+        if p.kind == TENSOR:
+            tensors.append(p.name)
+            checked.append(p.name)
+        elif p.kind == OPTIONAL_TENSOR:
+            checked.append(f"absent_{len(tensors)} if {p.name} is None else {p.name}")
+            tensors.append(p.name)
+            key.append(f"{p.name} is None")
+        else:
+            value = f"{p.name} if {p.name}.__class__ is int else described({p.name})"
+            key += [value if p.kind == NUMBERS else p.name, f"{p.name}.__class__"]
+    everything = ", ".join(names)
+    source = f"""
+def make(function, learn, compiling, described, grad, modes, function_modes, unknown, profiler, forward_ad, notes,
+         table, defaults, absent):
+    {"".join(f"default_{p.name} = defaults[{i}]; " for i, p in enumerate(parameters))}
+    {"".join(f"absent_{i} = absent[{i}]; " for i in range(len(_ABSENT)))}
+    def call({", ".join(p.name if p.default is _NONE else f"{p.name}=default_{p.name}" for p in parameters)}):
+        if compiling():
+            return function({everything})
+        try:
+            key = (function, {", ".join(key)})
+            found = table.get(key)
+        except (AttributeError, TypeError):
+            return function({everything})
+        if found is not None:
+            for check, run, options in found:
+                if (
+                    check({", ".join(checked)})
+                    and not (modes() or function_modes() or unknown or profiler._is_profiler_enabled)
+                    and forward_ad._current_level < 0
+                    and notes.calls is None
+                ):
+                    return run({", ".join(tensors)}, *options){result}
+        return learn(key, ({", ".join(tensors)},), function, ({everything},), {bool(result)})
+    return call
+"""
+    made: dict[str, Any] = {}
+    exec(source, function.__globals__, made)  # it belongs to the function's module, where doctest looks for it
+    call = made["make"](
+        function=function,
+        learn=_learn,
+        compiling=torch.compiler.is_dynamo_compiling,
+        described=described,
+        grad=torch.is_grad_enabled,
+        modes=torch._C._len_torch_dispatch_stack,
+        function_modes=torch._C._len_torch_function_stack,
+        unknown=_unknown,
+        profiler=torch.autograd.profiler,
+        forward_ad=torch.autograd.forward_ad,
+        notes=notes,
+        table=TABLE,
+        defaults=[p.default for p in parameters],
+        absent=_ABSENT,
+    )
+    return functools.wraps(function)(call)
+
+
+def remembered(result: str = "") -> Callable[[F], F]:
+    """Decorate a public function: :func:`remembering` with its own signature."""
+
+    def decorate(function: F) -> F:
+        kinds = {"Tensor": TENSOR, "Tensor | None": OPTIONAL_TENSOR}
+        parameters = [
+            Parameter(
+                p.name,
+                kinds.get(p.annotation, NUMBERS if "Sequence" in p.annotation else OPTION),
+                _NONE if p.default is p.empty else p.default,
+            )
+            for p in inspect.signature(function).parameters.values()
+        ]
+        return cast(F, remembering(function, parameters, result))
+
+    return decorate
+
+
+def _learn(
+    key: Hashable, tensors: Sequence[Any], function: Callable[..., Any], args: Sequence[Any], first: bool
+) -> Any:
+    """The call the long way, remembered if it was one op on ``tensors``."""
+    if not _GUARDED:
+        return function(*args)
+    outer, notes.calls = notes.calls, []
+    try:
+        result = function(*args)
+        calls = notes.calls
+    finally:
+        notes.calls = outer
+    if outer is not None:
+        outer += calls
+    if len(calls) == 1:
+        its, run, options, output = calls[0]
+        same = len(its) == len(tensors) and all(a is b for a, b in zip(its, tensors, strict=True))
+        if same and result is (output[0] if first else output):
+            _remember(key, tensors, run, options)
+    return result
+
+
+def _remember(key: Hashable, tensors: Sequence[Any], run: Callable[..., Any], options: Sequence[Any]) -> None:
+    given = [absent if t is None else t for t, absent in zip(tensors, _ABSENT, strict=False)]
+    known = TABLE.get(key, ())
+    if any(k.check(*given) for k in known):
+        return
+    if len(TABLE) >= _LARGEST:
+        TABLE.clear()
+    TABLE[key] = (*known, Known(_guard(given), run, tuple(options)))[-_ALIKE:]
+
+
+def _guard(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
+    """Whether other tensors are like these."""
+    at = {id(t): i for i, t in reversed([*enumerate(tensors)])}  # where each is first
+    different = [tensors[i] for i in sorted(at.values())]
+    sizes, strides = [list(t.shape) for t in different], [list(t.stride()) for t in different]
+    guard: Any = torch._C._dynamo.guards.TensorGuards
+    check: Callable[..., bool] = guard(*different, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+    if len(different) == len(tensors):
+        return check
+    places, twice = sorted(at.values()), [(i, at[id(t)]) for i, t in enumerate(tensors)]
+    return lambda *others: all(others[i] is others[j] for i, j in twice) and check(*[others[i] for i in places])
+
+
+def _guards_work() -> bool:
+    """Whether this PyTorch has such guards: they are not part of its public interface. Without, no call is known."""
+    a, b, c = torch.empty(2, 3), torch.empty(3), torch.empty(3, 2).t()
+    try:
+        check = _guard([a, b])
+        return check(a, b) and not check(c, b) and not check(a, b.double())
+    except Exception:
+        return False
+
+
+_GUARDED = _guards_work()
