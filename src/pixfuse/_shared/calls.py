@@ -189,7 +189,7 @@ def _learn(
         its, run, options, output = calls[0]
         same = len(its) == len(tensors) and all(a is b for a, b in zip(its, tensors, strict=True))
         if same and result is (output[0] if first else output):
-            _remember(key, tensors, run, options)
+            _remember(key, tensors, getattr(run, "first", run) if first else run, options)
     return result
 
 

@@ -109,7 +109,8 @@ def _launcher(kernel: Any) -> _Launcher:
 def planned(plan: Callable[..., Callable[..., Any]]) -> Callable[..., Any]:
     """An op from its plan: ``plan(*args)`` is the op as a function for all tensors like those of ``args``.
 
-    That function takes all arguments too, and uses the tensors alone. ``library`` keeps it for the next call.
+    That function takes all arguments too, and uses the tensors alone. It is kept for the next call (see ``calls``);
+    if it has an attribute ``first``, that one is kept where the op's other results are not wanted.
     """
 
     @functools.wraps(plan)

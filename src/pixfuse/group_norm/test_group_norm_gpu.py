@@ -73,7 +73,9 @@ if INTERPRETING:
         model = partial(reference.group_norm, round_before_act=False)
         if not rounded:
             assert_accurate(partial(gpu.group_norm, round_before_act=False), model, *args)
-        _, mean, rstd = gpu.group_norm(*args, rounded)
+        y, mean, rstd = gpu.group_norm(*args, rounded)
+        (alone,) = gpu.group_norm.plan(*args, rounded).first(*args[:3])
+        assert torch.equal(alone, y)
         dy = in_layout(torch.randn(x.shape).to(x.dtype), channels_last)
         args = (dy, x, mean, rstd, weight, bias, groups, act, False)
         some = [(True, False, False), (False, True, False), (False, False, True)]
@@ -191,6 +193,9 @@ else:
             *launches(gpu.gradient, *part, torch.stack([stats, stats])),
             *launches(gpu.group_norm, x, parameter, parameter, groups, 1e-5, 1, False),
             *launches(
+                gpu.group_norm.plan(x, parameter, parameter, groups, 1e-5, 1, False).first, x, parameter, parameter
+            ),
+            *launches(
                 gpu.group_norm_backward, x, x, stats, stats, parameter, parameter, groups, 1, False, True, True, True
             ),
         ]
@@ -201,7 +206,7 @@ else:
         small = torch.empty(2, 24, 9, 7, device="meta")
         seen = _all_launches(large.to(memory_format=torch.channels_last), None, 32)
         seen += _all_launches(small, torch.empty(24, device="meta", dtype=torch.float16), 8)
-        assert len(seen) == 16
+        assert len(seen) == 19
         for launch, tensors in seen:
             compile_for(target, launch, tensors)
 
