@@ -82,7 +82,9 @@ def described(value: Any) -> Hashable:
     raise TypeError
 
 
-def remembering(function: Callable[..., Any], parameters: Sequence[Parameter], result: str = "") -> Callable[..., Any]:
+def remembering(
+    function: Callable[..., Any], parameters: Sequence[Parameter], result: str = "", before: str = ""
+) -> Callable[..., Any]:
     """``function``, which checks its arguments and calls one op, as one that takes a microsecond for known calls.
 
     It is written out, as ``namedtuple`` is: a loop over the arguments would take longer than all the rest.
@@ -91,6 +93,7 @@ def remembering(function: Callable[..., Any], parameters: Sequence[Parameter], r
         function: calls the op with its own tensors, in their order.
         parameters: its parameters.
         result: ``"[0]"`` where it returns the first of the op's results.
+        before: ``"self, "`` for a method.
     """
     first = parameters[0].name
     names, tensors, checked, key = [], [], [], [f"{first}.shape", "grad()"]
@@ -112,7 +115,7 @@ def make(function, learn, compiling, described, grad, modes, function_modes, unk
          table, defaults, absent):
     {"".join(f"default_{p.name} = defaults[{i}]; " for i, p in enumerate(parameters))}
     {"".join(f"absent_{i} = absent[{i}]; " for i in range(len(_ABSENT)))}
-    def call({", ".join(p.name if p.default is _NONE else f"{p.name}=default_{p.name}" for p in parameters)}):
+    def call({before}{", ".join(p.name if p.default is _NONE else f"{p.name}=default_{p.name}" for p in parameters)}):
         if compiling():
             return function({everything})
         try:

@@ -61,11 +61,11 @@ class Op:
         self._record = torch._C._FunctionBase.__dict__["apply"].__get__(None, recorded)
         self.sharding = sharding
         self.room = room
-        self.call = calls.remembering(self._call_first, parameters)
+        type(self).__call__ = calls.remembering(self._call_first, parameters, before="self, ")  # type: ignore[method-assign]
 
     def __call__(self, *args: Any) -> Any:
         """The op's results for its arguments by position."""
-        return self.call(*args)
+        raise NotImplementedError
 
     def _call_first(self, *args: Any) -> Any:
         if torch.compiler.is_compiling():
@@ -186,6 +186,7 @@ def define_op(
     jvp: Callable[..., Any],
     vmap: Callable[..., Any],
     sharding: Sharding,
+    hidden: int = 0,
 ) -> Op:
     """Register ``pixfuse::<schema>`` with all its rules.
 
@@ -200,6 +201,8 @@ def define_op(
             there is none, here too), by other ops.
         vmap: ``(info, in_dims, *args)`` gives ``(output, out_dims)``; see ``batching.py``.
         sharding: how the op may be split over several processes; see ``sharding.py``.
+        hidden: how many of its results, the last ones, only setup_context looks at. Where an eager call is recorded
+            they are None for everyone else, which autograd handles faster.
     """
     name = schema[: schema.index("(")]
     reference = _without_autocast(reference)
@@ -220,7 +223,7 @@ def define_op(
         args, run = args[:-1], args[-1]
         output = run(*args)
         setup_context(ctx, args, output)
-        return output
+        return (*output[:-hidden], *(None,) * hidden) if hidden else output
 
     def backward_of_recorded(ctx: Any, *grads: Any) -> Any:
         return *backward(ctx, *grads), None  # of run
@@ -260,7 +263,8 @@ def define_op(
         vmap=vmap,
     )
     recorded = function(forward=record, backward=backward_of_recorded)
-    OPS[name] = op = Op(name, overload, reference, transformed, recorded, sharding, room)
+    # A class of its own, since calling looks for __call__ there: so self.call needs no function around it.
+    OPS[name] = op = type(name, (Op,), {})(name, overload, reference, transformed, recorded, sharding, room)
     return op
 
 
@@ -274,7 +278,7 @@ def linear(call: Callable[..., Tensor], *positions: int) -> Callable[..., Any]:
     return jvp
 
 
-def differentiate(reference: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
+def differentiate(reference: Callable[..., Any]) -> dict[str, Any]:
     """The rules ``setup_context``, ``backward`` and ``jvp`` of an op, derived from its reference.
 
     For ops that are themselves second derivatives: right to any order, at the speed of plain PyTorch.

@@ -12,7 +12,7 @@ from torch import Tensor
 from .._shared import checks
 from .._shared.batching import outputs, to_front
 from .._shared.calls import remembered
-from .._shared.layout import compute_dtype, empty, is_channels_last, to_layout
+from .._shared.layout import cast, compute_dtype, empty, is_channels_last, to_layout
 from .._shared.library import Op, define_op, differentiate
 from .._shared.sharding import CHANNELS, IMAGE, Sharding
 from . import reference
@@ -145,7 +145,7 @@ def _value_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _value_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     need_dx, need_db = ctx.needs_input_grad[:2]
     dx, db = _first(dy, *ctx.saved_tensors, *ctx.scalars, need_db)
-    return dx if need_dx else None, db.to(ctx.bias_dtype) if need_db else None, None, None, None, None, None
+    return dx if need_dx else None, cast(db, ctx.bias_dtype) if need_db else None, None, None, None, None, None
 
 
 def _value_jvp(tangents: Sequence[Tensor | None], args: list[Any], outputs: Any) -> Tensor | None:

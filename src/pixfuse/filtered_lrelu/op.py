@@ -12,7 +12,7 @@ from torch import Tensor
 from .._shared import checks
 from .._shared.batching import into_batch, one_by_one, outputs, to_front
 from .._shared.calls import remembered
-from .._shared.layout import empty, is_channels_last, to_layout
+from .._shared.layout import cast, empty, is_channels_last, to_layout
 from .._shared.library import Op, define_op, linear
 from .._shared.sharding import CHANNELS, IMAGE, WHOLE, Sharding, Window, fir_window, inside
 from ..bias_act.op import channel_sums
@@ -142,7 +142,7 @@ def _value_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     if need_dx or need_db:
         dx = _adjoint(dy, *saved, *ctx.scalars)
         if need_db:
-            db = channel_sums(dx).to(saved[3].dtype)
+            db = cast(channel_sums(dx), saved[3].dtype)
     return dx if need_dx else None, None, None, db, *(None,) * 10
 
 

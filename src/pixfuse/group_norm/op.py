@@ -16,7 +16,7 @@ from torch import Tensor
 from .._shared import checks
 from .._shared.batching import Rule, outputs, to_front
 from .._shared.calls import remembered
-from .._shared.layout import compute_dtype, empty, is_channels_last, to_layout
+from .._shared.layout import cast, compute_dtype, empty, is_channels_last, to_layout
 from .._shared.library import Op, define_op, differentiate
 from .._shared.sharding import CHANNELS, IMAGE, STATS, Sharding, Window
 from . import parts, reference
@@ -111,7 +111,7 @@ def _value_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     _, mean, rstd = output
     ctx.save_for_backward(x, mean, rstd, weight, bias if act == reference.SILU else None)
     ctx.scalars = (num_groups, act, round_before_act)
-    ctx.dtypes = tuple(None if p is None else p.dtype for p in (weight, bias))
+    ctx.dtypes = None if weight is None else weight.dtype, None if bias is None else bias.dtype
     ctx.set_materialize_grads(False)
 
 
@@ -120,13 +120,11 @@ def _value_backward(ctx: Any, dy: Tensor | None, dmean: Any, drstd: Any) -> tupl
     needs = ctx.needs_input_grad[:3]
     if dy is None or not any(needs):
         return (None,) * 7
-    x, mean, rstd, weight, bias = ctx.saved_tensors
-    dy = to_layout(dy, is_channels_last(x))
-    dx, dweight, dbias = _first(dy, x, mean, rstd, weight, bias, *ctx.scalars, *needs)
+    dx, dweight, dbias = _first(dy, *ctx.saved_tensors, *ctx.scalars, *needs)
     return (
         dx if needs[0] else None,
-        dweight.to(ctx.dtypes[0]) if needs[1] else None,
-        dbias.to(ctx.dtypes[1]) if needs[2] else None,
+        cast(dweight, ctx.dtypes[0]) if needs[1] else None,
+        cast(dbias, ctx.dtypes[1]) if needs[2] else None,
         *(None,) * 4,
     )
 
@@ -251,6 +249,7 @@ _value: Op = define_op(
     setup_context=_value_setup,
     backward=_value_backward,
     jvp=_value_jvp,
+    hidden=2,
     vmap=_vmap(lambda *args: _value(*args), images=(0,), parameters=(1, 2), groups_at=3, sums=slice(0, 0)),
     sharding=Sharding(
         (IMAGE, CHANNELS, CHANNELS), (IMAGE, STATS, STATS), axes=(0,), rows=_rows, groups_at=3, run=parts.group_norm
