@@ -361,8 +361,8 @@ def test_diffusion_unet_gives_the_same_on_pixfuse(monkeypatch, capsys, layout):
     assert apart.keys() == {"sample", "train"}
     assert max(apart.values()) < 1e-5
     report = capsys.readouterr().out
-    assert "33 modules of UNet replaced" in report
-    assert "down.0.norm1    GroupNorm with SiLU, fused" in report
+    assert "26 modules of UNet replaced" in report
+    assert "down.0          ResBlock: norm1, norm2 with SiLU in one pass" in report
     assert "left as they are" not in report
     assert "train" in report
 

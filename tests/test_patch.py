@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import pickle
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import pixfuse
-from pixfuse import patching
+from pixfuse import _layers
+
+HOOKS = (
+    "register_forward_hook",
+    "register_forward_pre_hook",
+    "register_full_backward_hook",
+    "register_full_backward_pre_hook",
+)
 
 
 def state(model: nn.Module) -> dict[str, Any]:
@@ -21,9 +30,9 @@ def state(model: nn.Module) -> dict[str, Any]:
     found: dict[str, Any] = {"keys": list(model.state_dict())}
     for name, t in (*model.named_parameters(), *model.named_buffers()):
         found[name] = (id(t), t.data_ptr(), t.stride(), t.dtype, t.device, t.requires_grad, t.clone())
-    for name, m in model.named_modules(remove_duplicate=False):
+    for name, m in model.named_modules():
         hooks = {k: dict(v) for k, v in vars(m).items() if "hooks" in k}
-        found[f"module {name}"] = (id(m), m.training, hooks)
+        found[f"module {name}"] = (id(m), m.training, hooks, {k: id(v) for k, v in vars(m).items()})
     return found
 
 
@@ -40,7 +49,22 @@ def same(a: dict[str, Any], b: dict[str, Any], pointers: bool = True) -> None:
 
 
 def classes(model: nn.Module) -> dict[str, type]:
-    return {name: type(m) for name, m in model.named_modules(remove_duplicate=False)}
+    return {name: type(m) for name, m in model.named_modules()}
+
+
+@contextlib.contextmanager
+def counted() -> Any:
+    """Lists what runs of GroupNorm: "silu" for each call that does both, None for each that does not."""
+    calls: list[str | None] = []
+    run = _layers.normalise
+
+    def normalise(*args: Any) -> Tensor:
+        calls.append(args[-1])
+        return run(*args)
+
+    with pytest.MonkeyPatch.context() as patcher:
+        patcher.setattr(_layers, "normalise", normalise)
+        yield calls
 
 
 def agree(model: nn.Module, *inputs: Any, channels_last: bool | None = None) -> pixfuse.patching.Report:
@@ -95,8 +119,8 @@ def net() -> nn.Sequential:
 def test_a_sequential(channels_last: bool | None) -> None:
     report = agree(net(), X, channels_last=channels_last)
     assert report.replaced == {
-        "1": "GroupNorm with SiLU, fused",
-        "2": "SiLU, computed by 1",
+        "(the model)": "Sequential: 1 with SiLU in one pass",
+        "1": "GroupNorm",
         "3.0": "GroupNorm",
         "3.1": "Upsample (nearest)",
         "3.2": "GroupNorm",
@@ -115,10 +139,9 @@ def test_report_in_words() -> None:
         "  3.2  GroupNorm\n"
         "  5    Upsample (bilinear)\n"
         "left as they are:\n"
-        "  1    GroupNorm: it has hooks\n"
-        "  2    SiLU: not fused, because of 1"
+        "  1    GroupNorm: it has hooks"
     )
-    assert "PatchedGroupNorm(4, 8" in repr(model)
+    assert repr(model) == repr(net())
 
 
 def test_nothing_to_replace() -> None:
@@ -177,7 +200,8 @@ def test_copies_pickles_and_parts() -> None:
         assert classes(other) == classes(net())
         assert torch.equal(other(X), expected)
     assert pixfuse.unpatch(model[3]) == ["0", "1", "2"]
-    assert type(model[1]) is patching.PatchedGroupNormSiLU
+    assert isinstance(model[1], nn.GroupNorm)
+    assert type(model[1]) is not nn.GroupNorm
     model.load_state_dict(net().state_dict())
     net().load_state_dict(model.state_dict())
 
@@ -191,240 +215,332 @@ def test_compiles() -> None:
     torch._dynamo.reset()
 
 
-# --- fused only where it is proven ----------------------------------------------------------------------------
+# --- a layer is what it was, however it is reached ------------------------------------------------------------
 
 
-class Straight(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm1, self.norm2, self.norm3 = nn.GroupNorm(2, 8), nn.GroupNorm(4, 8), nn.GroupNorm(8, 8)
-        self.act = nn.SiLU()
-        self.conv = nn.Conv2d(8, 8, 1)
+class Kept(nn.Sequential):
+    """The forward of Sequential, and a method besides."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.conv(self.act(self.norm1(x)))
-        return self.norm3(x + self.tail(h))
-
-    def tail(self, h: Tensor) -> Tensor:
-        return self.act(self.norm2(h))
-
-
-class Elsewhere(Straight):
-    def tail(self, h: Tensor) -> Tensor:
-        return self.act(h) + self.norm2(h)
-
-
-class Reused(Straight):
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.norm1(x)
-        return self.act(h) + self.norm2(h) + self.norm3(h)
-
-
-class Twice(Straight):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.act(self.norm1(x)) + self.norm1(self.norm2(self.norm3(x)))
-
-
-class Branching(Straight):
-    def tail(self, h: Tensor) -> Tensor:
-        if self.training:
-            return self.norm2(h)
-        return self.act(self.norm2(h))
-
-
-class Encoding(Straight):
     def encode(self, x: Tensor) -> Tensor:
-        return self.norm2(x)
+        return self[0](x)
 
 
-class Functional(Straight):
+class Skipping(nn.Sequential):
+    """Another forward."""
+
     def forward(self, x: Tensor) -> Tensor:
-        return F.silu(self.norm1(x)) + self.norm2(x) + self.norm3(x)
+        for i in range(0, len(self), 2):
+            x = self[i](x)
+        return x
 
 
-class Untraceable(Straight):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.act(self.norm1(x)) + self.norm2(x) * self.norm3(x)[: len(x)]
+class Reversed(nn.Sequential):
+    """The forward of Sequential in another order."""
+
+    def __iter__(self) -> Any:
+        return reversed(self._modules.values())
 
 
-@pytest.mark.parametrize(
-    ("model", "fused", "left"),
-    [
-        (Straight, ["norm1", "norm2", "act"], {}),
-        (Elsewhere, [], {}),
-        (Reused, [], {}),
-        (Twice, [], {}),
-        (Branching, [], {"act": "SiLU: not fused: forward branches, so its graph proves nothing"}),
-        (Encoding, [], {"act": "SiLU: not fused: a method besides forward uses it or the norm before it"}),
-        (Functional, ["norm1"], {}),
-        (Untraceable, [], {"act": "SiLU: not fused: torch.fx cannot trace forward"}),
-    ],
-)
-def test_torch_fx_proves_it(model: Callable[[], nn.Module], fused: list[str], left: dict[str, str]) -> None:
-    report = agree(model(), X)
-    assert [k for k, v in report.replaced.items() if "SiLU" in v] == fused
-    assert {"norm1", "norm2", "norm3"} <= set(report.replaced)
-    assert report.left == left
-
-
-class Block(nn.Module):
-    """As people write it: functions, an argument with a default, operators, a parameter."""
-
-    def __init__(self) -> None:
+class Parts(nn.Module):
+    def __init__(self, inplace: bool) -> None:
         super().__init__()
-        self.norm1, self.norm2, self.norm3 = nn.GroupNorm(2, 8), nn.GroupNorm(4, 8), nn.GroupNorm(2, 8)
-        self.scale = nn.Parameter(torch.ones(8, 1, 1))
+        self.norm, self.act, self.conv = nn.GroupNorm(2, 8), nn.SiLU(inplace), nn.Conv2d(8, 8, 1)
+        self.seq, self.kept, self.skipping, self.reversed = (
+            kind(nn.GroupNorm(4, 8), nn.SiLU(inplace), nn.Conv2d(8, 8, 1))
+            for kind in (nn.Sequential, Kept, Skipping, Reversed)
+        )
+        self.list = nn.ModuleList([nn.Sequential(nn.GroupNorm(2, 8), self.act), self.seq])
+        self.named = nn.ModuleDict({"a": nn.Sequential(nn.GroupNorm(8, 8), nn.SiLU(), nn.SiLU())})
+        self.add_module("strange name", nn.Sequential(nn.GroupNorm(1, 8), nn.SiLU(inplace)))
 
-    def forward(self, x: Tensor, shift: Any = 0.5, *, twice: Any = 1) -> Tensor:
-        h = F.silu(self.norm1(x)) * self.scale + shift
-        h = torch.nn.functional.silu(self.norm2(h), inplace=True)
-        return x + F.silu(h * twice) - self.norm3(h.mean((2, 3), keepdim=True))
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(self.act(self.norm(x)))
 
+    @property
+    def before(self) -> nn.Module:
+        return self.norm
 
-def test_the_function_silu() -> None:
-    model, x = Block().double(), X.double()
-    report = agree(model, x)
-    assert report.replaced == {
-        "norm1": "GroupNorm with SiLU, fused",
-        "norm2": "GroupNorm with SiLU, fused",
-        "(the model)": "F.silu, computed by norm1 and norm2",
-        "norm3": "GroupNorm",
-    }
-    assert report.left == {}
-    expected = model(x, 2.0, twice=3)
-    pixfuse.patch(model)
-    copies = [model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
-    for made in copies:
-        assert type(made).__name__ == "Block"
-        torch.testing.assert_close(made(x, 2.0, twice=3), expected)
-        assert torch.compile(made, backend="eager", fullgraph=True)(x).shape == x.shape
-    assert pixfuse.patch(model).replaced == {}
-    for made in copies:
-        assert pixfuse.unpatch(made) == ["(the model)", "norm1", "norm2", "norm3"]
-        assert type(made) is Block
-        assert torch.equal(made(x, 2.0, twice=3), expected)
+    def encode(self, x: Tensor) -> Tensor:
+        return self.norm(x)
 
 
-SCALE = 2.0
+def each(layers: Any, x: Tensor) -> Tensor:
+    """What every layer gives; copies, since an act may be in place."""
+    seen = []
+    for layer in layers:
+        x = layer(x.clone())
+        seen.append(x.clone())
+    return torch.stack(seen).sum(0)
 
 
-@pytest.mark.parametrize(
-    ("forward", "reason"),
-    [
-        (lambda self, x: F.dropout(F.silu(self.norm1(x)), 0.1, self.training), "forward uses self.training"),
-        (lambda self, x: F.silu(self.norm1(x)) * SCALE, "forward uses SCALE"),
-        (lambda self, x: F.silu(self.norm1(x)) * self.norm2.eps, "forward uses self.norm2"),
-        (lambda self, x: F.silu(self.norm1(x)) + self.norms[1], "forward uses self.norms"),
-        (lambda self, x: F.silu(self.norm1(x)) * torch.rand(()), "torch.fx does not see all that forward calls"),
-        (
-            lambda self, x: F.silu(self.norm1(x)) if self.training else x,
-            "forward branches, so its graph proves nothing",
-        ),
-        (lambda self, x, *more: F.silu(self.norm1(x)), "forward takes any number of arguments"),
-        (lambda self, x: F.silu(self.norm1(x)) + (lambda: x)(), "forward holds other functions, or is held by one"),
-        (lambda self, x: F.silu(self.norm1(x)) + vars(self)["_modules"]["norm2"](x), "forward uses vars"),
-    ],
-)
-def test_a_function_that_is_not_fused(forward: Any, reason: str) -> None:
-    class Model(Straight):
-        norms = (1, 2)
+WAYS: dict[str, Any] = {
+    "whole": lambda m, x: m(x),
+    "seq": lambda m, x: m.seq(x),
+    "seq[0]": lambda m, x: m.seq[0](x),
+    "seq[:1]": lambda m, x: m.seq[:1](x),
+    "seq[:2]": lambda m, x: m.seq[:2](x),
+    "seq layers": lambda m, x: each(m.seq, x),
+    "kept": lambda m, x: m.kept(x) + m.kept.encode(x) + m.kept[:1](x),
+    "skipping": lambda m, x: m.skipping(x),
+    "reversed": lambda m, x: m.reversed(x),
+    "list": lambda m, x: each(m.list, x) + m.list[0][0](x),
+    "list first": lambda m, x: [b[0](x) for b in m.list][-1],
+    "dict": lambda m, x: m.named["a"][:1](x) + m.named["a"](x),
+    "getattr": lambda m, x: getattr(m, "strange name")(x) + getattr(m, "strange name")[0](x),
+    "property": lambda m, x: m.before(x),
+    "method": lambda m, x: m.encode(x),
+    "children": lambda m, x: next(m.children())(x),
+    "act alone": lambda m, x: m.act(x.clone()) + m.seq[1](x.clone()),
+    "by name": lambda m, x: m.get_submodule("seq.0")(x),
+    "checkpoint": lambda m, x: torch.utils.checkpoint.checkpoint(m.seq, x, use_reentrant=False),
+    "functional_call": lambda m, x: torch.func.functional_call(m.seq, {"0.bias": m.norm.bias}, (x,)),
+    "vmap": lambda m, x: torch.func.vmap(m.seq)(x.contiguous()[None])[0],
+}
 
-    Model.forward = forward
-    model = Model()
-    random = "rand" in forward.__code__.co_names or "dropout" in forward.__code__.co_names
-    expected = None if random else model(X)
+
+class Outer(nn.Module):
+    """Reaches what is inside from two levels up."""
+
+    def __init__(self, ways: list[str], inplace: bool) -> None:
+        super().__init__()
+        self.mid = nn.Sequential(Parts(inplace))
+        self.ways = ways
+
+    def forward(self, x: Tensor) -> Tensor:
+        for way in self.ways:
+            x = x + WAYS[way](self.mid[0], x)
+        return x
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_to_a_layer(way: str) -> None:
+    agree(Outer([way], inplace=False).double(), X.double())
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.sampled_from(list(WAYS)), min_size=2, max_size=5), st.booleans(), st.booleans(), st.booleans())
+def test_ways_together(ways: list[str], inplace: bool, train: bool, channels_last: bool) -> None:
+    torch.manual_seed(0)
+    form = torch.channels_last if channels_last else torch.contiguous_format
+    agree(Outer(ways, inplace).double().train(train), X.double().contiguous(memory_format=form))
+
+
+@pytest.mark.parametrize("wrapper", ["DataParallel", "AveragedModel", "replica", "shallow", "Sequential"])
+def test_wrapped(wrapper: str) -> None:
+    """What holds a model, or copies it without its weights, runs the same forward."""
+    model: Any = nn.Sequential(nn.GroupNorm(2, 8), nn.SiLU())
+    expected = model(X)
+    if wrapper == "DataParallel":
+        model = nn.DataParallel(model)
+    elif wrapper == "AveragedModel":
+        model = torch.optim.swa_utils.AveragedModel(model)
+    elif wrapper == "Sequential":
+        model = nn.Sequential(model)
     report = pixfuse.patch(model)
-    assert report.replaced == {"norm1": "GroupNorm", "norm2": "GroupNorm", "norm3": "GroupNorm"}
-    assert report.left["F.silu"] == f"not fused: {reason}"
-    if expected is not None:
+    assert len(report.replaced) == 2
+    if wrapper in ("replica", "shallow"):
+        other = model._replicate_for_data_parallel() if wrapper == "replica" else copy.copy(model)
+        norm = other._modules["0"]._replicate_for_data_parallel()
+        norm.weight, norm.bias = 2 * model[0].weight.detach(), model[0].bias.detach()
+        other._modules = {**other._modules, "0": norm}
+        expected, model = F.silu(2 * model[0](X)), other
+    with counted() as calls:
         torch.testing.assert_close(model(X), expected)
+    assert calls == ["silu"]
 
 
-def test_a_function_after_what_others_see() -> None:
-    class Seen(Straight):
-        def forward(self, x: Tensor) -> Tensor:
-            h = self.norm1(x)
-            return F.silu(h) + h + F.silu(self.norm2(x)) + self.norm2(x) + F.silu(self.norm3(x))
-
-    class Encoding(Block):
-        def encode(self, x: Tensor) -> Tensor:
-            return self.norm2(x)
-
-    class Owner(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.block = Block()
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.block.norm1(self.block(x))
-
-    fused = [k for k, v in agree(Seen(), X).replaced.items() if v == "GroupNorm with SiLU, fused"]
-    assert fused == ["norm3"]
-    report = agree(Encoding().double(), X.double())
-    assert report.left == {"F.silu": "not fused: a method besides forward uses the norm before it"}
-    report = agree(Owner().double(), X.double())
-    assert report.left == {"block.F.silu": "not fused: Owner takes block apart"}
+# --- one call where it may be, looked at every time -----------------------------------------------------------
 
 
-def test_a_sequential_with_another_forward() -> None:
-    class Skipping(nn.Sequential):
-        def forward(self, x: Tensor) -> Tensor:
-            for i in range(0, len(self), 2):
-                x = self[i](x)
-            return x
+def test_one_call() -> None:
+    model = net()
+    pixfuse.patch(model)
+    with counted() as calls:
+        model(X)
+        model[1](X)
+        model[:2](X)
+        model[:3](X)
+    assert calls == ["silu", None, None, None, None, "silu"]
 
-    assert agree(Skipping(nn.GroupNorm(2, 8), nn.SiLU()), X).replaced == {"0": "GroupNorm"}
+
+@pytest.mark.parametrize("index", [0, 1])
+@pytest.mark.parametrize("register", HOOKS)
+def test_a_later_hook_sees_what_it_would(register: str, index: int) -> None:
+    def sees(patched: bool) -> list[Any]:
+        torch.manual_seed(0)
+        model, seen = nn.Sequential(nn.GroupNorm(2, 8), nn.SiLU(), nn.Conv2d(8, 8, 1)).double(), []
+        if patched:
+            pixfuse.patch(model)
+        handle = getattr(model[index], register)(lambda module, *a: seen.append((repr(module), a)))
+        model(X.double().requires_grad_()).sum().backward()
+        handle.remove()
+        with counted() as calls:
+            model(X.double())
+        assert calls == ["silu"] * patched
+        return seen
+
+    (got,), (want,) = sees(True), sees(False)
+    assert got[0] == want[0]
+    torch.testing.assert_close(got[1], want[1])
 
 
-@pytest.mark.parametrize(
-    ("use", "apart"),
-    [
-        (lambda self, x: self.net(x) + self.net(x + 1), False),
-        (lambda self, x: self.net[0](x), True),
-        (lambda self, x: [x := layer(x) for layer in self.net][-1], True),
-        (lambda self, x: (lambda: self.net[1](x))(), True),
-        (lambda self, x: torch.utils.checkpoint.checkpoint(self.net, x, use_reentrant=False), True),
-    ],
-)
-def test_a_sequential_that_its_owner_takes_apart(use: Any, apart: bool) -> None:
-    class Owner(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = nn.Sequential(nn.GroupNorm(2, 8), nn.SiLU())
-            self.first = self.net[0].num_groups
+def test_a_later_hook_on_all_modules() -> None:
+    model, seen = nn.Sequential(nn.GroupNorm(2, 8), nn.SiLU()), []
+    pixfuse.patch(model)
+    handle = nn.modules.module.register_module_forward_hook(lambda m, *a: seen.append(type(m).__name__))
+    try:
+        model(X)
+    finally:
+        handle.remove()
+    assert seen == ["GroupNorm", "SiLU", "Sequential"]
 
-        forward = use
 
-    report = agree(Owner(), X)
-    if apart:
-        assert report.left == {"net.1": "SiLU: not fused: Owner takes net apart"}
-    else:
-        assert report.replaced["net.0"] == "GroupNorm with SiLU, fused"
-        assert report.left == {}
+def test_later_changes() -> None:
+    """Another layer, another forward, a parametrization, a compiled layer: what is there when it is called counts."""
+
+    def double(x: Tensor) -> Tensor:
+        return 2 * x
+
+    changes: dict[str, Any] = {
+        "another act": lambda m: m.__setitem__(1, nn.GELU()),
+        "another norm": lambda m: m.__setitem__(0, nn.GroupNorm(4, 8)),
+        "no act": lambda m: m.__delitem__(1),
+        "one more": lambda m: m.insert(1, nn.ReLU()),
+        "forward of norm": lambda m: setattr(m[0], "forward", double),
+        "forward of act": lambda m: setattr(m[1], "forward", double),
+        "compiled": lambda m: m[1].compile(backend="eager"),
+        "weights": lambda m: m[0].load_state_dict({"weight": torch.arange(8.0), "bias": torch.ones(8)}),
+        "no weights": lambda m: [setattr(m[0], name, None) for name in ("weight", "bias")],
+        "double": lambda m: m.double().float(),
+        "parametrised": lambda m: nn.utils.parametrize.register_parametrization(m[0], "weight", nn.Tanh()),
+        "weight_norm": lambda m: nn.utils.parametrizations.weight_norm(m[0]),
+    }
+    for name, change in changes.items():
+        models = [nn.Sequential(nn.GroupNorm(2, 8), nn.SiLU(), nn.Conv2d(8, 8, 1)) for _ in range(2)]
+        models[1].load_state_dict(models[0].state_dict())
+        pixfuse.patch(models[1])
+        for model in models:
+            change(model)
+        torch.testing.assert_close(models[1](X), models[0](X), msg=lambda m, name=name: f"{name}: {m}")
+
+
+def test_shared_by_two_sequentials_later() -> None:
+    first, second = nn.Sequential(nn.GroupNorm(2, 8), nn.SiLU()), nn.Sequential()
+    pixfuse.patch(first)
+    second.append(first[0])
+    torch.testing.assert_close(second(X), F.group_norm(X, 2))
+
+
+# --- the rest of PyTorch --------------------------------------------------------------------------------------
+
+
+def test_tracers() -> None:
+    model, x = (
+        nn.Sequential(Parts(False), nn.GroupNorm(2, 8), nn.SiLU(), nn.Upsample(scale_factor=2)).double(),
+        X.double(),
+    )
+    expected = model(x)
+    pixfuse.patch(model)
+    torch._dynamo.reset()
+    torch.testing.assert_close(torch.compile(model, backend="eager", fullgraph=True)(x), expected)
+    torch._dynamo.reset()
+    torch.testing.assert_close(torch.export.export(model, (x,)).module()(x), expected)
+    traced = torch.fx.symbolic_trace(model)
+    assert sum(n.target is _layers.normalise for n in traced.graph.nodes) == 2
+    for made in (traced, pickle.loads(pickle.dumps(traced)), copy.deepcopy(traced)):
+        torch.testing.assert_close(made(x), expected)
+    with pytest.warns(torch.jit.TracerWarning), pytest.warns(DeprecationWarning, match="trace"):
+        torch.testing.assert_close(torch.jit.trace(model, x)(x), expected)
+    before = classes(model)
+    with (
+        pytest.warns(DeprecationWarning, match="script"),
+        pytest.raises(RuntimeError, match=r"call pixfuse\.unpatch\(model\) first"),
+    ):
+        torch.jit.script(model)
+    assert classes(model) == before
+    pixfuse.unpatch(model)
+    with pytest.warns(DeprecationWarning, match="script"):
+        torch.jit.script(nn.Sequential(*model[1:]))
+
+
+def test_a_class_on_top_must_go_before_unpatch() -> None:
+    model = nn.Sequential(nn.GroupNorm(2, 8), nn.SiLU())
+    pixfuse.patch(model)
+    nn.utils.parametrize.register_parametrization(model[0], "weight", nn.Tanh())
+    before = classes(model)
+    with pytest.raises(ValueError, match="unpatch: model must have no class on top of a patched one, got Param"):
+        pixfuse.unpatch(model)
+    assert classes(model) == before
+    nn.utils.parametrize.remove_parametrizations(model[0], "weight")
+    assert pixfuse.unpatch(model) == ["(the model)", "0"]
+
+
+def test_a_group_norm_refuses_what_pytorch_refuses() -> None:
+    model = nn.Sequential(nn.GroupNorm(8, 8), nn.SiLU())
+    pixfuse.patch(model)
+    for layer in (model, model[0]):
+        with pytest.raises(ValueError, match="Expected more than 1 value per channel when training"):
+            layer(torch.randn(1, 8, 1, 1))
+        assert layer(torch.randn(0, 8, 3, 3)).shape == (0, 8, 3, 3)
+        assert layer(torch.randn(1, 8, 1, 1, 1, 2)).shape == (1, 8, 1, 1, 1, 2)
+
+
+def test_a_cycle() -> None:
+    model: Any = nn.Module()
+    model.child = nn.Sequential(nn.GroupNorm(2, 8), nn.SiLU())
+    model.child.parent = model
+    assert pixfuse.patch(model).replaced == {"child.0": "GroupNorm", "child": "Sequential: 0 with SiLU in one pass"}
+    assert pixfuse.unpatch(model) == ["child", "child.0"]
+
+
+def test_weights_that_are_not_there_yet() -> None:
+    model = nn.Sequential(nn.LazyConv2d(8, 3), nn.GroupNorm(2, 8), nn.Conv2d(8, 8, 3))
+    report = pixfuse.patch(model, channels_last=True)
+    assert report.replaced == {"1": "GroupNorm"}
+    assert report.left == dict.fromkeys(["0.weight", "0.bias"], "not there yet; call the model once, then patch it")
+    assert model[2].weight.is_contiguous(memory_format=torch.channels_last)
+    model(X)
+    pixfuse.patch(model, channels_last=True)
+    assert model[0].weight.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_all_or_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = net()
+    before, kinds = state(model), classes(model)
+    is_lazy = pixfuse.patching.is_lazy
+
+    def fails(tensor: Tensor) -> bool:
+        if tensor.shape == (8,) and model[0].weight.stride() != before["0.weight"][2]:
+            raise MemoryError
+        return is_lazy(tensor)
+
+    monkeypatch.setattr(pixfuse.patching, "is_lazy", fails)
+    with pytest.raises(MemoryError):
+        pixfuse.patch(model, channels_last=True)
+    assert classes(model) == kinds
+    same(state(model), before, pointers=False)
 
 
 # --- what is left ---------------------------------------------------------------------------------------------
 
 
 def test_hooks_stay_and_see_what_they_saw() -> None:
-    for register in ("register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook"):
-        for index in (1, 2):
+    for register in HOOKS:
+        for index, words in (1, "GroupNorm: it has hooks"), (2, "SiLU: not fused: it has hooks"):
             model, seen = net(), []
             getattr(model[index], register)(lambda *a, seen=seen: seen.append(1))
             report = agree(model, X)
             assert seen
-            assert report.left[str(index)].endswith(": it has hooks")
-            assert "2" in report.left
-            assert report.replaced.get("1", "GroupNorm") == "GroupNorm"
+            assert report.left == {str(index): words}
+            assert "(the model)" not in report.replaced
 
 
 def test_shared_modules() -> None:
     norm, act = nn.GroupNorm(2, 8), nn.SiLU()
     model = nn.Sequential(norm, act, nn.Sequential(norm, nn.SiLU()), nn.GroupNorm(4, 8), act)
     report = agree(model, X)
-    assert report.replaced == {"3": "GroupNorm"}
-    assert report.left["0"] == "GroupNorm: shared by 0 and 2.0"
-    assert report.left["1"] == "SiLU: shared by 1 and 4"
+    assert report.replaced == {"(the model)": "Sequential: 3 with SiLU in one pass", "3": "GroupNorm"}
+    assert report.left == {"0": "GroupNorm: shared by 0 and 2.0"}  # a SiLU is not touched, so it may be shared
     inner = nn.Sequential(nn.GroupNorm(2, 8), nn.SiLU())
     report = agree(nn.Sequential(inner, inner), X)
     assert report.replaced == {}
@@ -480,216 +596,3 @@ def test_refusals() -> None:
         pixfuse.patch(model, channels_last=1)  # type: ignore[arg-type]
     same(state(model), before)
     assert classes(model) == kinds
-
-
-# --- blocks of diffusers, by the attributes that its documentation names --------------------------------------
-
-
-class Upsample2D(nn.Module):
-    def __init__(self, channels: int, use_conv: bool = False, use_conv_transpose: bool = False, name: str = "conv"):
-        super().__init__()
-        self.channels, self.out_channels, self.use_conv = channels, channels, use_conv
-        self.use_conv_transpose, self.name, self.norm, self.interpolate = use_conv_transpose, name, None, True
-        conv: nn.Module | None = nn.Conv2d(channels, channels, 3, padding=1) if use_conv else None
-        if use_conv_transpose:
-            conv = nn.ConvTranspose2d(channels, channels, 4, 2, 1)
-        setattr(self, "conv" if name == "conv" else "Conv2d_0", conv)
-
-    def forward(self, hidden_states: Tensor, output_size: Any = None) -> Tensor:
-        conv = self.conv if self.name == "conv" else self.Conv2d_0
-        if self.use_conv_transpose:
-            return conv(hidden_states)
-        if output_size is None:
-            hidden_states = F.interpolate(hidden_states, scale_factor=2.0, mode="nearest")
-        else:
-            hidden_states = F.interpolate(hidden_states, size=output_size, mode="nearest")
-        return conv(hidden_states) if self.use_conv else hidden_states
-
-
-class Downsample2D(nn.Module):
-    def __init__(self, channels: int, use_conv: bool = False, padding: int = 1):
-        super().__init__()
-        self.channels, self.use_conv, self.padding, self.norm, self.name = channels, use_conv, padding, None, "conv"
-        self.conv = nn.Conv2d(channels, channels, 3, 2, padding) if use_conv else nn.AvgPool2d(2, 2)
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        if self.use_conv and self.padding == 0:
-            hidden_states = F.pad(hidden_states, (0, 1, 0, 1))
-        return self.conv(hidden_states)
-
-
-class ResnetBlock2D(nn.Module):
-    def __init__(
-        self, out: int = 8, temb: int | None = 6, use: str = "default", skip_time_act: bool = False, resize: Any = None
-    ):
-        super().__init__()
-        self.norm1, self.norm2 = nn.GroupNorm(2, 8), nn.GroupNorm(4, out, eps=1e-6)
-        self.conv1, self.conv2 = nn.Conv2d(8, out, 3, padding=1), nn.Conv2d(out, out, 3, padding=1)
-        self.time_emb_proj = None if temb is None else nn.Linear(temb, 2 * out if use == "scale_shift" else out)
-        self.nonlinearity, self.dropout = nn.SiLU(), nn.Dropout(0.0)
-        self.upsample = resize if isinstance(resize, Upsample2D) else None
-        self.downsample = resize if isinstance(resize, Downsample2D) else None
-        self.conv_shortcut = nn.Conv2d(8, out, 1) if out != 8 else None
-        self.time_embedding_norm, self.skip_time_act, self.output_scale_factor = use, skip_time_act, 2.0**0.5
-
-    def forward(self, input_tensor: Tensor, temb: Tensor | None = None) -> Tensor:
-        h = self.nonlinearity(self.norm1(input_tensor))
-        resize = self.upsample if self.upsample is not None else self.downsample
-        if resize is not None:
-            input_tensor, h = resize(input_tensor), resize(h)
-        h = self.conv1(h)
-        if self.time_emb_proj is not None:
-            temb = self.time_emb_proj(temb if self.skip_time_act else self.nonlinearity(temb))[:, :, None, None]
-        if self.time_embedding_norm == "scale_shift":
-            scale, shift = temb.chunk(2, dim=1)
-            h = self.norm2(h) * (1 + scale) + shift
-        else:
-            h = self.norm2(h if temb is None else h + temb)
-        h = self.conv2(self.dropout(self.nonlinearity(h)))
-        if self.conv_shortcut is not None:
-            input_tensor = self.conv_shortcut(input_tensor)
-        return (input_tensor + h) / self.output_scale_factor
-
-
-TEMB = torch.randn(2, 6, generator=torch.Generator().manual_seed(1))
-
-
-@pytest.mark.parametrize(
-    ("params", "inputs"),
-    [
-        ({}, (X, TEMB)),
-        ({"out": 12, "use": "scale_shift"}, (X, TEMB)),
-        ({"temb": None}, (X,)),
-        ({"skip_time_act": True, "resize": "up"}, (X, TEMB)),
-        ({"resize": "down"}, (X, TEMB)),
-    ],
-)
-def test_resnet_block(params: dict[str, Any], inputs: Any) -> None:
-    made = dict(params)
-    if "resize" in made:
-        made["resize"] = Upsample2D(8) if made["resize"] == "up" else Downsample2D(8)
-    model = ResnetBlock2D(**made)
-    report = agree(model, *inputs)
-    expected = {"(the model)": "ResnetBlock2D: GroupNorm with SiLU, fused"}
-    if params.get("resize") == "up":
-        expected["upsample"] = "Upsample2D: upsample_nearest"
-    elif "resize" in params:
-        expected["downsample"] = "Downsample2D: upfirdn2d"
-    assert report.replaced == expected
-    assert report.left == {}
-    pixfuse.patch(model)
-    assert isinstance(model, ResnetBlock2D)
-    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert type(other) is type(model) is not ResnetBlock2D
-        assert torch.equal(other(*inputs), model(*inputs))
-        pixfuse.unpatch(other)
-        assert type(other) is ResnetBlock2D
-    torch._dynamo.reset()
-    torch.testing.assert_close(torch.compile(model, backend="eager", fullgraph=True)(*inputs), model(*inputs))
-    torch._dynamo.reset()
-
-
-@pytest.mark.parametrize("name", ["conv", "Conv2d_0"])
-@pytest.mark.parametrize("use_conv", [True, False])
-def test_upsample_block(name: str, use_conv: bool) -> None:
-    model = Upsample2D(8, use_conv, name=name)
-    assert agree(model, X).replaced == {"(the model)": "Upsample2D: upsample_nearest"}
-    assert agree(model, X, (11, 13)).replaced
-
-
-def test_blocks_that_are_left() -> None:
-    assert agree(Upsample2D(8, use_conv_transpose=True), X).left == {
-        "(the model)": "Upsample2D: a transposed convolution is all it does"
-    }
-    for padding in (0, 1):
-        assert agree(Downsample2D(8, True, padding), X).left == {
-            "(the model)": "Downsample2D: a strided convolution is all it does"
-        }
-    other = Downsample2D(8)
-    other.conv = nn.AvgPool2d(3, 2)
-    assert agree(other, X).left == {"(the model)": "Downsample2D: it averages in another way"}
-    block = ResnetBlock2D(use="spatial")
-    report = agree(block, X, TEMB)
-    assert report.left["(the model)"] == "ResnetBlock2D: time_embedding_norm is 'spatial'"
-    assert set(report.replaced) == {"norm1", "norm2"}
-    block = ResnetBlock2D()
-    block.nonlinearity = nn.GELU()
-    assert "its norms and activation are not GroupNorm and SiLU" in agree(block, X, TEMB).left["(the model)"]
-    block = ResnetBlock2D()
-    block.conv2.register_forward_hook(lambda *a: None)
-    report = agree(block, X, TEMB)
-    assert "something in it has hooks" in report.left["(the model)"]
-    shared = ResnetBlock2D(temb=None)
-    assert agree(nn.Sequential(shared, shared), X).left["0"] == "ResnetBlock2D: shared by 0 and 1"
-
-
-def test_a_block_that_computes_something_else_is_found_out() -> None:
-    other = type(
-        "ResnetBlock2D", (ResnetBlock2D,), {"forward": lambda self, x, t=None: ResnetBlock2D.forward(self, x, t) * 2}
-    )
-    report = agree(other(), X, TEMB)
-    assert report.left["(the model)"] == "ResnetBlock2D: its result would be another"
-    different = type("Upsample2D", (nn.Identity,), {})
-    assert "not the known block (AttributeError: " in agree(different(), X).left["(the model)"]
-
-
-def test_the_trial_of_a_block_leaves_no_trace() -> None:
-    block = ResnetBlock2D().train()
-    block.dropout.p = 0.5
-    block.norm2.eval()
-    before, random = state(block), torch.get_rng_state()
-    pixfuse.patch(block)
-    same(state(block), before)
-    assert torch.equal(torch.get_rng_state(), random)
-    assert "ResnetBlock2D(" in repr(block)
-
-
-class WithBuffer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.GroupNorm(2, 4)
-        self.register_buffer("b", torch.ones(1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.silu(self.norm(x)) * (self.b + 1)
-
-
-class Counting(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.act = nn.GroupNorm(2, 4), nn.SiLU()
-        self.register_buffer("seen", torch.zeros(1))
-        self.calls = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.seen += 1
-        self.calls += 1
-        self.last = x
-        return self.act(self.norm(x))
-
-
-def test_a_buffer_stays_what_it_is_at_every_call() -> None:
-    model, x = WithBuffer(), torch.randn(1, 4, 3, 3)
-    assert "norm" in pixfuse.patch(model).replaced
-    model.b.fill_(5)
-    torch.testing.assert_close(model(x), F.silu(model.norm(x)) * 6)
-
-
-def test_patching_runs_no_forward_on_the_model() -> None:
-    model = Counting()
-    before = set(vars(model))
-    pixfuse.patch(model)
-    assert model.calls == 0
-    assert model.seen.item() == 0
-    assert set(vars(model)) == before
-
-
-def test_a_block_without_finite_results_is_left() -> None:
-    block = ResnetBlock2D()
-    with torch.no_grad():
-        for p in block.parameters():
-            p.fill_(float("nan"))
-    kind = type(block)
-    report = pixfuse.patch(block)
-    assert type(block) is kind
-    assert "not finite" in str(report)

@@ -1,80 +1,28 @@
 """``patch``: a stock PyTorch model on pixfuse's ops, in place; ``unpatch`` takes it back.
 
-A module is replaced by giving the very same object another class. So its name, parameters, buffers, mode, device, and
-whoever refers to it stay as they are, and nothing is left to restore but the class.
+First all that is to change is found out, without running anything of the model; then modules get other classes
+(``_layers.py`` says what those do and why a class). What is raised on the way undoes what was done.
 """
 
 from __future__ import annotations
 
-import dis
-import inspect
+import contextlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from types import CodeType
 from typing import Any
 
 import torch
 import torch.fx
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
-from . import _functional
-from ._blocks import BLOCKS, original_of
+from . import _rewrite
+from ._layers import LAYERS, Patched, is_sequential, original_of, patched_class, pools_by_two, watched
 from ._shared import checks
-from .group_norm import group_norm
-from .upsample import interpolate
 
-
-class PatchedGroupNorm(nn.GroupNorm):
-    """``torch.nn.GroupNorm`` on :func:`pixfuse.group_norm`."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Normalise ``input``."""
-        if input.dim() > 5:
-            return super().forward(input)
-        return group_norm(input, self.num_groups, self.weight, self.bias, self.eps)
-
-
-class PatchedGroupNormSiLU(nn.GroupNorm):
-    """``torch.nn.GroupNorm`` and the SiLU that follows it, in one pass."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Normalise ``input`` and apply SiLU."""
-        if input.dim() > 5:
-            return nn.functional.silu(super().forward(input))
-        return group_norm(input, self.num_groups, self.weight, self.bias, self.eps, act="silu")
-
-
-class AbsorbedSiLU(nn.SiLU):
-    """A SiLU that the module before it computes already."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        """``input`` itself."""
-        return input
-
-
-class PatchedUpsample(nn.Upsample):
-    """``torch.nn.Upsample`` on :func:`pixfuse.interpolate`."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Resize ``input``."""
-        return interpolate(
-            input,
-            self.size,
-            self.scale_factor,
-            self.mode,
-            self.align_corners,
-            recompute_scale_factor=self.recompute_scale_factor,
-        )
-
-
-_STOCK: dict[type[nn.Module], type[nn.Module]] = {
-    PatchedGroupNorm: nn.GroupNorm,
-    PatchedGroupNormSiLU: nn.GroupNorm,
-    AbsorbedSiLU: nn.SiLU,
-    PatchedUpsample: nn.Upsample,
-}
-_STRIDES = "_pixfuse_strides"
+_BLOCKS = ("ResnetBlock2D", "Upsample2D", "Downsample2D")  # of diffusers
+_ROOT, _STRIDES = "(the model)", "_pixfuse_strides"
 
 
 @dataclass
@@ -112,16 +60,17 @@ class Report:
 def patch(model: nn.Module, *, channels_last: bool | None = None) -> Report:
     """Put a stock PyTorch model on pixfuse's ops, in place.
 
-    1. Known blocks of diffusers (``ResnetBlock2D``, ``Upsample2D``, ``Downsample2D``, known by name) whose parts are
-       the usual ones, and whose result on a small random image stays the same.
-    2. ``torch.nn.GroupNorm`` followed by ``torch.nn.SiLU``, where the order in an ``nn.Sequential`` or a
-       ``torch.fx`` graph of a forward without branches proves that nothing else sees what is between them. Followed by
-       the function ``F.silu``: where such a graph is all of forward (``_functional.py``), which is then rewritten.
-    3. Every other ``torch.nn.GroupNorm`` and ``torch.nn.Upsample``.
+    1. Every ``torch.nn.GroupNorm`` and ``torch.nn.Upsample``. They compute what they did, whoever calls them.
+    2. Code that calls SiLU on the result of a GroupNorm: it runs both in one pass. That is the forward of an
+       ``nn.Sequential``, and every method whose source has ``silu(norm(x))``, or the two in statements one after the
+       other; ``silu`` being ``F.silu`` or an attribute that is ``nn.SiLU``. Where one of the two has hooks when it
+       runs, or is not what it was, they run one after the other.
+    3. The blocks of diffusers that are known by name: ``ResnetBlock2D`` by 2., ``F.interpolate`` in ``Upsample2D``,
+       average pooling in ``Downsample2D``. All else in them runs as it is.
 
-    State dict, parameters, modes, devices and dtypes stay, and so do optimizers and references to modules. Modules
-    with hooks, shared, quantised, compiled and scripted modules, and subclasses, are left as they are.
-    Under autocast a patched GroupNorm keeps the dtype of its input (PyTorch's gives float32 on GPUs).
+    State dict, parameters, modes, devices and dtypes stay, and so do optimizers and references to modules. Layers with
+    hooks, shared, quantised, compiled and scripted ones, and subclasses, are left as they are. Nothing of the model is
+    run. Under autocast a patched GroupNorm keeps the dtype of its input (PyTorch's gives float32 on GPUs).
 
     Args:
         model: the model; itself may be one of these modules.
@@ -139,35 +88,22 @@ def patch(model: nn.Module, *, channels_last: bool | None = None) -> Report:
         >>> model = torch.nn.Sequential(torch.nn.GroupNorm(2, 4), torch.nn.SiLU(), torch.nn.Conv2d(4, 4, 1))
         >>> print(pixfuse.patch(model))
         pixfuse.patch: 2 modules of Sequential replaced
-          0  GroupNorm with SiLU, fused
-          1  SiLU, computed by 0
+          (the model)  Sequential: 0 with SiLU in one pass
+          0            GroupNorm
     """
     _check_model("patch", model)
     if channels_last is not None:
         checks.flag("patch", "channels_last", channels_last)
     report = Report(type(model).__name__)
-    paths = _paths(model, report)
-    _patch_blocks(paths, report)
-    _patch_pairs(paths, report)
-    _patch_functions(paths, report)
-    for path, module in paths.items():
-        if path in report.replaced or path in report.left:
-            continue
-        kind = _kind(module)
-        if kind is None:
-            continue
-        reason = _obstacle(module, paths)
-        if reason:
-            report.left[path] = f"{kind}: {reason}"
-        elif type(module) is nn.GroupNorm:
-            module.__class__ = PatchedGroupNorm
-            report.replaced[path] = "GroupNorm"
-        elif type(module) is nn.Upsample:
-            module.__class__ = PatchedUpsample
-            report.replaced[path] = f"Upsample ({module.mode})"
-    if channels_last is not None:
-        _lay_out(model, channels_last)
-        report.layout = "channels_last" if channels_last else "contiguous"
+    plan = _Plan(model, report)
+    with contextlib.ExitStack() as undo:
+        for module, cls in plan.classes:
+            undo.callback(_set_class, module, type(module))
+            _set_class(module, cls)
+        if channels_last is not None:
+            _lay_out(model, channels_last, report, undo)
+            report.layout = "channels_last" if channels_last else "contiguous"
+        undo.pop_all()
     return report
 
 
@@ -182,26 +118,28 @@ def unpatch(model: nn.Module) -> list[str]:
 
     Raises:
         TypeError: ``model`` is no module.
+        ValueError: a patched module got a class on top since, as parametrizations and FSDP2 give it.
 
     Example:
         >>> import torch, pixfuse
         >>> model = torch.nn.Sequential(torch.nn.GroupNorm(2, 4), torch.nn.SiLU())
         >>> pixfuse.patch(model) and pixfuse.unpatch(model)
-        ['0', '1']
+        ['(the model)', '0']
     """
     _check_model("unpatch", model)
-    restored = []
+    originals = {path: original_of(type(module)) for path, module in model.named_modules()}
     for path, module in model.named_modules():
-        stock = _STOCK.get(type(module)) or original_of(type(module))
-        if stock is not None:
-            module.__class__ = stock
-            restored.append(path or "(the model)")
-        strides = module.__dict__.pop(_STRIDES, None)
-        if strides is not None:
-            for name, tensor in _tensors(module):
-                if name in strides and len(strides[name]) == tensor.dim():
-                    _restride(tensor, strides[name])
-    return restored
+        if isinstance(module, Patched) and originals[path] is None:
+            got = checks.words(f"{type(module).__name__} at {path or _ROOT}")
+            checks.refuse("unpatch", "model", "have no class on top of a patched one", got, remedy="take it off first")
+    for path, module in model.named_modules():
+        if originals[path] is not None:
+            _set_class(module, originals[path])
+        strides = module.__dict__.pop(_STRIDES, {})
+        for name, tensor in _tensors(module) if strides else ():
+            if name in strides and len(strides[name]) == tensor.dim():
+                _restride(tensor, strides[name])
+    return [path or _ROOT for path, original in originals.items() if original is not None]
 
 
 def _check_model(op: str, model: Any) -> None:
@@ -209,43 +147,50 @@ def _check_model(op: str, model: Any) -> None:
         checks.refuse(op, "model", "be a torch.nn.Module", checks.words(type(model).__name__), TypeError)
 
 
+def _set_class(module: nn.Module, cls: Any) -> None:
+    object.__setattr__(module, "__class__", cls)
+
+
 # --- what is there --------------------------------------------------------------------------------------------
 
 
 class _Paths(dict[str, nn.Module]):
-    """The modules of a model by name, and the names of each."""
+    """The modules of a model by their first name, but those inside scripted and compiled ones."""
 
-    def __init__(self) -> None:
-        self.names: dict[int, list[str]] = {}
+    def __init__(self, model: nn.Module, report: Report) -> None:
+        super().__init__()
+        self.first: dict[int, str] = {}
+        self.others: dict[str, list[str]] = {}  # more names of a module, by its first one
+        self.visit(model, "", [], report)
 
-
-def _paths(model: nn.Module, report: Report) -> _Paths:
-    """All modules but those inside scripted and compiled ones."""
-    found = _Paths()
-
-    def visit(module: nn.Module, path: str) -> None:
-        names = found.names.setdefault(id(module), [])
-        names.append(path)
-        if len(names) > 1:
-            for name, child in _children(module):
-                visit(child, f"{path}.{name}" if path else name)
+    def visit(self, module: nn.Module, path: str, above: list[nn.Module], report: Report) -> None:
+        if any(module is m for m in above):  # a cycle
             return
+        if id(module) in self.first:
+            self.others.setdefault(self.first[id(module)], []).append(path)
+            return
+        self.first[id(module)] = path
         closed = _closed(module)
-        if closed and any(_kind(m) for m in module.modules()):
-            report.left[path or "(the model)"] = f"{type(module).__name__}: {closed}"
+        if closed and any(_is_known(m) for m in module.modules()):
+            report.left[path or _ROOT] = f"{type(module).__name__}: {closed}"
         if closed:
             return
-        found[path or "(the model)"] = module
-        for name, child in _children(module):
-            visit(child, f"{path}.{name}" if path else name)
+        self[path] = module
+        for name, child in module._modules.items():
+            if child is not None:
+                self.visit(child, _join(path, name), [*above, module], report)
 
-    visit(model, "")
-    return found
+    def names(self, path: str) -> list[str]:
+        """All names of a module, also by those of the modules above it."""
+        found = [path]
+        for first, others in self.others.items():
+            if f"{path}.".startswith(f"{first}."):
+                found += [other + path[len(first) :] for other in others]
+        return found
 
 
-def _children(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The children in order, a repeated one each time (named_children leaves repetitions out)."""
-    return [(name, child) for name, child in module._modules.items() if child is not None]
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
 
 
 def _closed(module: nn.Module) -> str | None:
@@ -257,251 +202,158 @@ def _closed(module: nn.Module) -> str | None:
     return None
 
 
-def _kind(module: nn.Module) -> str | None:
-    """The name of what might be replaced."""
-    if type(module) in _STOCK or original_of(type(module)) is not None:
-        return None
-    if type(module).__name__ in BLOCKS:
-        return type(module).__name__
-    original = getattr(module, "original_name", type(module).__name__)  # of scripted modules
-    if isinstance(module, (nn.GroupNorm, nn.Upsample)) or original in ("GroupNorm", "Upsample", *BLOCKS):
-        return str(original)
-    return None
+def _is_known(module: nn.Module) -> bool:
+    """Whether a module is one of those that patch is for, scripted ones too."""
+    if isinstance(module, Patched):
+        return False
+    name = getattr(module, "original_name", type(module).__name__)
+    return isinstance(module, (nn.GroupNorm, nn.Upsample)) or name in ("GroupNorm", "Upsample", *_BLOCKS)
 
 
-def _obstacle(module: nn.Module, paths: _Paths) -> str | None:
-    """Why a module is left as it is, if it is."""
-    names = paths.names[id(module)]
-    if len(names) > 1:
-        return f"shared by {' and '.join(names)}"
-    if _hooked(module):
-        return "it has hooks"
+def _obstacle(module: nn.Module) -> str | None:
+    """Why a layer is left as it is, if it is."""
+    kind = type(module)
     if "forward" in vars(module):
         return "its forward was replaced"
-    kind = type(module)
+    if watched(module):
+        return "it has hooks"
     if "quantized" in kind.__module__ or "quantizable" in kind.__module__:
         return "quantised"
-    if kind not in (nn.GroupNorm, nn.Upsample, nn.SiLU) and kind.__name__ not in BLOCKS:
+    if kind not in (*LAYERS, nn.SiLU):
         return f"a class of its own ({kind.__module__}.{kind.__qualname__})"
     return None
 
 
-def _hooked(module: nn.Module) -> bool:
-    names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return any(getattr(module, name, None) for name in names)
+# --- what is to be done ---------------------------------------------------------------------------------------
 
 
-# --- blocks of diffusers --------------------------------------------------------------------------------------
+class _Plan:
+    """The classes that modules are to have; the reasons go to the report. Changes nothing."""
 
-
-def _patch_blocks(paths: _Paths, report: Report) -> None:
-    """Patch known blocks, and take what they run by themselves then out of ``paths``."""
-    for path, module in list(paths.items()):
-        make = BLOCKS.get(type(module).__name__)
-        if make is None:
-            continue
-        if original_of(type(module)) is None:
-            reason = _obstacle(module, paths)
-            inside = [m for m in module.modules() if m is not module]
-            if reason is None and any(_hooked(m) or "forward" in vars(m) or _closed(m) for m in inside):
-                reason = "something in it has hooks, another forward, or is compiled"
-            if reason is None:
-                reason, words = make(module)
-            if reason is not None:
-                report.left[path] = f"{type(module).__name__}: {reason}"
+    def __init__(self, model: nn.Module, report: Report) -> None:
+        self.model, self.paths, self.report = model, _Paths(model, report), report
+        self.chosen: dict[str, Any] = {}
+        self.made: dict[Any, Any] = {}
+        for path, module in self.paths.items():
+            if isinstance(module, (nn.GroupNorm, nn.Upsample)):
+                self.add_layer(path, module)
+            elif type(module).__name__ == "Downsample2D":
+                for name, child in module._modules.items():
+                    if type(child) is nn.AvgPool2d and pools_by_two(child) and _join(path, name) in self.paths:
+                        self.add_layer(_join(path, name), child)
+        for path, module in self.paths.items():
+            if isinstance(module, Patched) or path in self.chosen or isinstance(module, (nn.GroupNorm, nn.Upsample)):
                 continue
-            report.replaced[path] = f"{type(module).__name__}: {words}"
-        for part in module.children():
-            if isinstance(part, (nn.GroupNorm, nn.SiLU)):
-                for name in paths.names.get(id(part), []):
-                    paths.pop(name, None)
+            if is_sequential(type(module)):
+                self.add_sequential(path, module)
+            else:
+                self.add_methods(path, module)
+        self.classes = [(self.paths[path], cls) for path, cls in self.chosen.items()]
+        order = {path or _ROOT: i for i, path in enumerate(self.paths)}
+        report.replaced = dict(sorted(report.replaced.items(), key=lambda item: order[item[0]]))
 
+    def choose(self, path: str, cls: Any, words: str) -> None:
+        self.chosen[path] = cls
+        self.report.replaced[path or _ROOT] = words
 
-# --- GroupNorm and SiLU ---------------------------------------------------------------------------------------
+    def leave(self, path: str, words: str) -> None:
+        self.report.left[path or _ROOT] = f"{type(self.model.get_submodule(path)).__name__}: {words}"
 
+    def shared(self, path: str) -> str | None:
+        names = self.paths.names(path)
+        return f"shared by {' and '.join(names)}" if len(names) > 1 else None
 
-def _patch_pairs(paths: _Paths, report: Report) -> None:
-    """Fuse every GroupNorm with the SiLU that is proven to follow it."""
-    for path, parent in list(paths.items()):
-        if original_of(type(parent)) is not None:
-            continue
-        prefix = "" if path == "(the model)" else f"{path}."
-        owner, _, name = path.rpartition(".")
-        apart = _taken_apart(paths.get(owner or "(the model)"), name)
-        for norms, act in _followed(parent, report, path):
-            act_path = prefix + act
-            norm_paths = [prefix + n for n in norms]
-            if any(p not in paths or p in report.replaced for p in (act_path, *norm_paths)):
-                continue
-            if apart:
-                report.left[act_path] = f"SiLU: not fused: {apart} takes {name} apart"
-                continue
-            reasons = {p: _obstacle(paths[p], paths) for p in (act_path, *norm_paths)}
-            wrong = {p: r for p, r in reasons.items() if r}
-            if wrong:
-                for p, reason in wrong.items():
-                    report.left[p] = f"{type(paths[p]).__name__}: {reason}"
-                if act_path not in wrong:
-                    report.left[act_path] = f"SiLU: not fused, because of {' and '.join(wrong)}"
-                continue
-            for p in norm_paths:
-                paths[p].__class__ = PatchedGroupNormSiLU
-                report.replaced[p] = "GroupNorm with SiLU, fused"
-            paths[act_path].__class__ = AbsorbedSiLU
-            report.replaced[act_path] = f"SiLU, computed by {' and '.join(norm_paths)}"
+    def is_norm(self, module: Any) -> bool:
+        """Whether a module is a GroupNorm of ours, or will be."""
+        ours = isinstance(module, Patched) or self.paths.first.get(id(module)) in self.chosen
+        return isinstance(module, nn.GroupNorm) and ours
 
-
-def _followed(parent: nn.Module, report: Report, path: str) -> Iterator[tuple[list[str], str]]:
-    """Names below ``parent``: GroupNorms, and the SiLU that follows each of them and nothing else."""
-    if type(parent).forward is nn.Sequential.forward and "forward" not in vars(parent):
-        for (first, norm), (second, act) in itertools.pairwise(_children(parent)):
-            if isinstance(norm, nn.GroupNorm) and type(act) is nn.SiLU:
-                yield [first], second
-        return
-    kinds = {type(m) for m in parent.children()}
-    if not (nn.GroupNorm in kinds and nn.SiLU in kinds):
-        return
-
-    def leave(name: str, reason: str | None) -> None:
-        report.left.setdefault(name if path == "(the model)" else f"{path}.{name}", f"SiLU: not fused: {reason}")
-
-    reached = {"forward", "__init__"}
-    graph, reason = _graph(parent, reached)
-    if graph is None:
-        for name, child in _children(parent):
-            if type(child) is nn.SiLU:
-                leave(name, reason)
-        return
-    elsewhere = {step.argval for step in _elsewhere(parent, reached)}
-    calls: dict[str, list[torch.fx.Node]] = {}
-    for node in graph.nodes:
-        if node.op == "call_module":
-            calls.setdefault(str(node.target), []).append(node)
-
-    def kind(node: Any) -> type | None:
-        if not isinstance(node, torch.fx.Node) or node.op != "call_module":
-            return None
-        return type(parent.get_submodule(str(node.target)))
-
-    for called, nodes in calls.items():
-        if kind(nodes[0]) is not nn.SiLU:
-            continue
-        before = [n.args[0] if len(n.args) == 1 else None for n in nodes]
-        if not all(kind(b) is nn.GroupNorm and len(b.users) == 1 for b in before):  # type: ignore[union-attr]
-            continue
-        norms = [str(b.target) for b in before]  # type: ignore[union-attr]
-        if not all(all(c in before for c in calls[n]) for n in norms):
-            continue
-        if elsewhere & {n.partition(".")[0] for n in (*norms, called)}:
-            leave(called, "a method besides forward uses it or the norm before it")
+    def add_layer(self, path: str, module: nn.Module) -> None:
+        if isinstance(module, Patched):
+            return
+        reason = _obstacle(module)
+        if not isinstance(module, nn.AvgPool2d):  # which old blocks have under two names
+            reason = self.shared(path) or reason
+        if reason:
+            self.leave(path, reason)
         else:
-            yield list(dict.fromkeys(norms)), called
+            mode = f" ({module.mode})" if isinstance(module, nn.Upsample) else ""
+            self.choose(path, patched_class(type(module)), f"{type(module).__name__}{mode}")
+
+    def add_sequential(self, path: str, module: nn.Module) -> None:
+        norms = []
+        for (first, norm), (second, act) in itertools.pairwise(module._modules.items()):
+            if self.is_norm(norm) and type(act) is nn.SiLU:
+                reason = _obstacle(act)
+                if reason:
+                    self.leave(_join(path, second), f"not fused: {reason}")
+                else:
+                    norms.append(first)
+        if norms and "forward" in vars(module):
+            self.leave(path, "its forward was replaced")
+        elif norms:
+            words = f"{type(module).__name__}: {', '.join(norms)} with SiLU in one pass"
+            self.choose(path, patched_class(type(module)), words)
+
+    def add_methods(self, path: str, module: nn.Module) -> None:
+        kind = type(module).__name__
+        words = self.words(path, module)
+        reason = self.shared(path) or ("its forward was replaced" if "forward" in vars(module) else None)
+        if words and reason is None:
+            self.choose(path, self.rewritten(module), f"{kind}: {words}")
+        elif words:
+            self.leave(path, str(reason))
+        elif (
+            kind in _BLOCKS
+            and (path or _ROOT) not in self.report.left
+            and not any(_join(path, name) in self.chosen for name in module._modules)
+        ):
+            self.leave(path, reason or "nothing in it to replace")
+
+    def words(self, path: str, module: nn.Module) -> str:
+        """What would change in the methods of a module."""
+        mine = any(map(self.is_norm, module.children()))
+        inside = mine or any(map(self.is_norm, module.modules()))
+        resizing = type(module).__name__ in _rewrite.RESIZING and _interpolates(module)
+        if not inside and not resizing:
+            return ""
+        for name, act in module._modules.items():
+            if mine and type(act) is nn.SiLU and _obstacle(act):
+                self.leave(_join(path, name), f"not fused: {_obstacle(act)}")
+        cls = self.rewritten(module)
+        found = cls._pixfuse_rewritten if cls else _rewrite.Rewritten({}, {}, False)
+        norms = [name for name, way in found.norms.items() if inside and (way is None or self.leads(module, way))]
+        unread = _rewrite.unreadable(type(module), _acts(module)) if mine or resizing else []
+        if unread:
+            self.leave(path, f"as before in {' and '.join(unread)}: decorated, or its source is not at hand")
+        words = [f"{', '.join(norms)} with SiLU in one pass"] if norms else []
+        return "; ".join(words + ["F.interpolate on pixfuse"] * (found.resizes and resizing))
+
+    def leads(self, module: Any, way: list[str]) -> bool:
+        """Whether attributes lead from a module to a GroupNorm of ours, or to what only the code knows."""
+        for name in way:
+            module = vars(module).get(name) or vars(module).get("_modules", {}).get(name)
+            if not isinstance(module, nn.Module):
+                return module is None
+        return self.is_norm(module)
+
+    def rewritten(self, module: nn.Module) -> Any:
+        """The class of a module with its methods rewritten, or None."""
+        key = (type(module), _acts(module))
+        if key not in self.made:
+            self.made[key] = patched_class(*key)
+        return self.made[key]
 
 
-def _patch_functions(paths: _Paths, report: Report) -> None:
-    """Fuse every GroupNorm with the call of ``F.silu`` that is proven to follow it."""
-    for path, parent in list(paths.items()):
-        if original_of(type(parent)) is not None or not _functional.calls_silu(parent):
-            continue
-        prefix = "" if path == "(the model)" else f"{path}."
-        owner, _, name = path.rpartition(".")
-        reached = {"forward", "__init__"}
-        graph, reason = _graph(parent, reached)
-        if graph is not None:
-            norms = _functional.fusible(parent, graph)
-            norms = [n for n in norms if prefix + n in paths and not _obstacle(paths[prefix + n], paths)]
-            if not norms:
-                continue
-            reason = _functional.obstacle(parent, graph)
-            apart = _taken_apart(paths.get(owner or "(the model)"), name)
-            if apart:
-                reason = f"{apart} takes {name} apart"
-            elif {step.argval for step in _elsewhere(parent, reached)} & set(norms):
-                reason = "a method besides forward uses the norm before it"
-        if graph is None or reason:
-            report.left[f"{prefix}F.silu"] = f"not fused: {reason}"
-            continue
-        _functional.rewrite(parent, norms, graph, _graph)
-        report.replaced[path] = f"F.silu, computed by {' and '.join(norms)}"
-        for n in norms:
-            paths[prefix + n].__class__ = PatchedGroupNormSiLU
-            report.replaced[prefix + n] = "GroupNorm with SiLU, fused"
+def _acts(module: nn.Module) -> tuple[str, ...]:
+    """The attributes of a module that are SiLU without hooks."""
+    mine = [name for name, child in module._modules.items() if type(child) is nn.SiLU and not _obstacle(child)]
+    return tuple(sorted(mine + [name for name, f in vars(module).items() if f is nn.functional.silu]))
 
 
-def _elsewhere(parent: nn.Module, reached: set[str]) -> Iterator[dis.Instruction]:
-    """The instructions of the methods that forward does not call."""
-    for key, method in _methods(type(parent)):
-        if key not in reached:
-            yield from _steps(method.__code__)
-
-
-class _Tracer(torch.fx.Tracer):
-    """Traces the forward of one module and nothing below it."""
-
-    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return True
-
-
-def _graph(parent: nn.Module, reached: set[str] | None = None) -> tuple[torch.fx.Graph | None, str | None]:
-    """The graph of a module's own forward if that is the same for every call, or why there is none.
-
-    The names of the methods that forward calls are added to ``reached``.
-    """
-    reached = {"forward", "__init__"} if reached is None else reached
-    if "forward" in vars(parent) or _branches(type(parent), type(parent).forward, reached):
-        return None, "forward branches, so its graph proves nothing"
-    stand_in = parent.__new__(type(parent))  # forward may change what it is traced on
-    stand_in.__dict__ = {k: dict(v) if isinstance(v, dict) else v for k, v in vars(parent).items()}
-    stand_in._buffers = {k: None if b is None else b.clone() for k, b in parent._buffers.items()}
-    try:
-        return _Tracer().trace(stand_in), None
-    except Exception:  # whatever user code does with a proxy
-        return None, "torch.fx cannot trace forward"
-
-
-def _branches(owner: type, function: Callable[..., Any], seen: set[str]) -> bool:
-    """Whether a method, or another one of ``owner`` that it calls, has more than one way through."""
-    try:
-        code = inspect.unwrap(function).__code__
-    except AttributeError:
-        return True
-    if any("JUMP" in step.opname or step.opname == "FOR_ITER" for step in _steps(code)):
-        return True
-    for name in set(code.co_names) - seen:
-        method = inspect.getattr_static(owner, name, None)
-        if inspect.isfunction(method):
-            seen.add(name)
-            if _branches(owner, method, seen):
-                return True
-    return False
-
-
-def _taken_apart(owner: nn.Module | None, name: str) -> str | None:
-    """The class of ``owner`` if one of its methods does anything with its child ``name`` but call it."""
-    if owner is None or not name.isidentifier():
-        return None
-    for key, method in _methods(type(owner)):
-        for step in _steps(method.__code__) if key != "__init__" else ():
-            # What is called directly is loaded as a method.
-            if step.opname == "LOAD_ATTR" and step.argval == name and "NULL" not in step.argrepr:
-                return type(owner).__name__
-    return None
-
-
-def _methods(owner: type) -> Iterator[tuple[str, Any]]:
-    """The functions of a class and its bases up to ``nn.Module``, without decorators that name what they wrap."""
-    for cls in itertools.takewhile(lambda c: c is not nn.Module, owner.__mro__):
-        for key, value in vars(cls).items():
-            if inspect.isfunction(value):
-                yield key, inspect.unwrap(value)
-
-
-def _steps(code: CodeType) -> Iterator[dis.Instruction]:
-    """The instructions of a function and of those defined in it."""
-    yield from dis.get_instructions(code)
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _steps(constant)
+def _interpolates(block: Any) -> bool:
+    """Whether an Upsample2D comes to ``F.interpolate``."""
+    return not getattr(block, "use_conv_transpose", False) and getattr(block, "interpolate", True)
 
 
 # --- layout ---------------------------------------------------------------------------------------------------
@@ -512,17 +364,23 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from model.named_buffers()
 
 
-def _lay_out(model: nn.Module, channels_last: bool) -> None:
+def _lay_out(model: nn.Module, channels_last: bool, report: Report, undo: contextlib.ExitStack) -> None:
     """Bring 4-D and 5-D weights to a layout, and keep the strides that they had at first."""
-    before = model.__dict__.setdefault(_STRIDES, {})
+    before = dict(model.__dict__.get(_STRIDES, {}))
     for name, tensor in _tensors(model):
+        if is_lazy(tensor):
+            report.left[name] = "not there yet; call the model once, then patch it"
+            continue
         if tensor.dim() not in (4, 5) or type(tensor.data) is not Tensor or tensor.layout != torch.strided:
             continue
         form = torch.channels_last if tensor.dim() == 4 else torch.channels_last_3d
         changed = tensor.data.contiguous(memory_format=form if channels_last else torch.contiguous_format)
         if changed.stride() != tensor.stride():
             before.setdefault(name, tensor.stride())
+            undo.callback(_restride, tensor, tensor.stride())
             tensor.data = changed
+    if before:
+        model.__dict__[_STRIDES] = before
 
 
 def _restride(tensor: Tensor, stride: tuple[int, ...]) -> None:

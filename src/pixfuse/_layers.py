@@ -1,0 +1,223 @@
+"""What a patched model runs: layers on pixfuse's ops, and GroupNorm with the SiLU after it as one call.
+
+A layer computes what its own class computes, whoever calls it and from wherever. Only the code that runs one layer
+after the other runs both as one, and looks at every call whether it may. So nothing depends on who else uses a layer.
+
+A module is patched by giving the very same object another class, made here: a subclass of its own class under the
+same name. Its name, parameters, hooks and mode stay, and so do all that refers to it; ``isinstance``, ``repr``,
+``torch.fx`` (which knows PyTorch's layers by the module of their class) and wrappers that subclass once more
+(parametrizations, FSDP2) see what they know; nothing is left to restore but the class. A forward in the object itself
+would have to hold the object, and would run the original's weights from every shallow copy, as ``DataParallel`` makes.
+"""
+
+# Without "from __future__ import annotations": torch.fx puts annotations of forward, as they are, into its graphs.
+
+import copyreg
+import weakref
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from . import _rewrite
+from .group_norm import group_norm
+from .upfirdn2d import upfirdn2d
+from .upsample import interpolate, upsample_nearest
+
+_silu, _interpolate = F.silu, F.interpolate  # PyTorch's own, whatever F has later
+
+
+class Patched:
+    """What the patched classes share."""
+
+    _pixfuse_made_of: tuple[type[nn.Module], tuple[str, ...]]
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Keep from the original class that it has one more subclass."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        made = super().__reduce_ex__(max(protocol, 2))
+        if isinstance(made, tuple) and made[:2] == (copyreg.__newobj__, (type(self),)):  # type: ignore[attr-defined]
+            return (_blank, self._pixfuse_made_of, *made[2:])
+        return made
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        raise RuntimeError(
+            f"torch.jit.script: {type(self).__name__} is patched by pixfuse and cannot be scripted; "
+            "call pixfuse.unpatch(model) first, or use torch.jit.trace or torch.export"
+        )
+
+
+class _GroupNorm(Patched):
+    def forward(self, input: Tensor) -> Tensor:
+        me: Any = self
+        return normalise(input, me.num_groups, me.weight, me.bias, me.eps, None)
+
+
+class _Upsample(Patched):
+    def forward(self, input: Tensor) -> Tensor:
+        me: Any = self
+        return resize(input, me.size, me.scale_factor, me.mode, me.align_corners, me.recompute_scale_factor)
+
+
+class _AvgPool2d(Patched):
+    def forward(self, input: Tensor) -> Tensor:
+        if pools_by_two(self) and input.dim() in (3, 4) and input.is_floating_point() and min(input.shape[-2:]) > 1:
+            return halve(input)
+        return super().forward(input)  # type: ignore[misc]
+
+
+class _Sequential(Patched):
+    def forward(self, input: Any) -> Any:
+        norm: Any = None  # a layer whose turn has come
+        for layer in self:  # type: ignore[attr-defined]
+            if norm is not None:
+                if _is_silu(layer):
+                    input, norm = _both(norm, input), None
+                    continue
+                input = norm(input)
+            norm = layer if _is_norm(layer) else None
+            if norm is None:
+                input = layer(input)
+        return input if norm is None else norm(input)
+
+
+LAYERS: dict[Any, type[Patched]] = {nn.GroupNorm: _GroupNorm, nn.Upsample: _Upsample, nn.AvgPool2d: _AvgPool2d}
+
+
+def is_sequential(cls: type) -> bool:
+    """Whether a class runs its layers one after the other, and does nothing else."""
+    same = (getattr(cls, name, None) is getattr(nn.Sequential, name) for name in ("forward", "__iter__"))
+    return all(same)
+
+
+def pools_by_two(pool: Any) -> bool:
+    """Whether an AvgPool2d takes the mean of blocks of 2 by 2."""
+    plain = (pool.kernel_size, pool.stride, pool.padding) in ((2, 2, 0), ((2, 2), (2, 2), (0, 0)))
+    return plain and not pool.ceil_mode and pool.divisor_override is None
+
+
+# --- classes --------------------------------------------------------------------------------------------------
+
+_made: weakref.WeakValueDictionary[Any, Any] = weakref.WeakValueDictionary()
+
+
+def patched_class(original: Any, acts: tuple[str, ...] = ()) -> Any:
+    """The class that takes the place of ``original``, or None if there is nothing to change.
+
+    ``acts`` are the attributes that are SiLU.
+    """
+    key = (original, acts)
+    made = _made.get(key)
+    if made is None:
+        base, names = LAYERS.get(original), {}
+        if base is None and is_sequential(original):
+            base = _Sequential
+        if base is None:
+            rewritten = _rewrite.rewrite(original, acts, _CALLS)
+            if not rewritten.methods:
+                return None
+            base, names = Patched, {**rewritten.methods, "_pixfuse_rewritten": rewritten}
+        names |= {"__module__": original.__module__, "__qualname__": original.__qualname__, "__doc__": original.__doc__}
+        made = type(original.__name__, (base, original), {**names, "_pixfuse_made_of": key})
+        _made[key] = made
+    return made
+
+
+def original_of(cls: type) -> type[nn.Module] | None:
+    """The class that a patched class takes the place of, or None for any other class."""
+    return vars(cls)["_pixfuse_made_of"][0] if "_pixfuse_made_of" in vars(cls) else None
+
+
+def _blank(original: Any, acts: tuple[str, ...]) -> Any:
+    """An object without its state, of the original class where its source has not come along."""
+    return copyreg.__newobj__(patched_class(original, acts) or original)  # type: ignore[attr-defined]
+
+
+# --- calls ----------------------------------------------------------------------------------------------------
+
+
+def watched(module: Any) -> bool:
+    """Whether a call of a module does more than run the forward of its class."""
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or module._compiled_call_impl is not None
+        or "forward" in module.__dict__
+    )
+
+
+def _is_norm(f: Any) -> bool:
+    return isinstance(f, _GroupNorm) and not watched(f) and not nn.modules.module._has_any_global_hook()
+
+
+def _is_silu(f: Any) -> bool:
+    return f is _silu or (type(f) is nn.SiLU and not watched(f))
+
+
+def _both(norm: Any, x: Tensor) -> Tensor:
+    return normalise(x, norm.num_groups, norm.weight, norm.bias, norm.eps, "silu")
+
+
+def fused(act: Any, norm: Any, x: Any, **options: Any) -> Any:
+    """``act(norm(x), **options)``; the options can be ``inplace`` only."""
+    if _is_norm(norm) and _is_silu(act):
+        return _both(norm, x)
+    return act(norm(x), **options)
+
+
+def fused_later(norm: Any, x: Any, act: Callable[[], Any], **options: Any) -> Any:
+    """``h = norm(x)``, then ``act()(h, **options)``: what the act is may depend on what norm did."""
+    if not _is_norm(norm):
+        h = norm(x)
+        return act()(h, **options)
+    return fused(act(), norm, x, **options)
+
+
+def resized(f: Any, *args: Any, **kwargs: Any) -> Any:
+    """``f(*args, **kwargs)``."""
+    return resize(*args, **kwargs) if f is _interpolate else f(*args, **kwargs)
+
+
+_CALLS = _rewrite.Calls(fused, fused_later, resized)
+
+
+def normalise(
+    x: Tensor, num_groups: int, weight: Tensor | None, bias: Tensor | None, eps: float, act: str | None
+) -> Tensor:
+    """``torch.nn.functional.group_norm``, and SiLU if asked for."""
+    if x.dim() > 5 or x.numel() <= num_groups:  # what the op does not take, or PyTorch refuses: one value a group
+        y = F.group_norm(x, num_groups, weight, bias, eps)
+        return y if act is None else _silu(y)
+    return group_norm(x, num_groups, weight, bias, eps, act)
+
+
+def resize(
+    input: Tensor,
+    size: Any = None,
+    scale_factor: Any = None,
+    mode: str = "nearest",
+    align_corners: bool | None = None,
+    recompute_scale_factor: bool | None = None,
+    antialias: bool = False,
+) -> Tensor:
+    """``torch.nn.functional.interpolate``."""
+    whole = type(scale_factor) is float and scale_factor.is_integer() and scale_factor >= 1
+    if whole and mode == "nearest" and size is None and align_corners is None and not antialias:
+        return upsample_nearest(input, int(scale_factor))
+    return interpolate(input, size, scale_factor, mode, align_corners, antialias, recompute_scale_factor)
+
+
+def halve(x: Tensor) -> Tensor:
+    """The means of blocks of 2 by 2 of ``[N, C, H, W]`` or ``[C, H, W]``."""
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    box = torch.full((2, 2), 0.25, dtype=wide, device=x.device)
+    return upfirdn2d(x, box, down=2) if x.dim() == 4 else upfirdn2d(x[None], box, down=2)[0]
+
+
+for _name in ("normalise", "resize", "halve"):
+    torch.fx.wrap(_name)  # nodes of the graphs of torch.fx
