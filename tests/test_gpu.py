@@ -176,6 +176,8 @@ def test_random_calls(op: str, seed: int) -> None:
     padded = torch.zeros(n, c, h + 2, 2 * w + 1, device="cuda", dtype=x.dtype)
     padded[:, :, 1:-1, 1::2] = x
     expected = case.run(function, made)
+    recorded = {k: t.clone().requires_grad_() for k, t in made.items()}
+    assert torch.equal(case.run(function, recorded), expected)
     for view in (padded[:, :, 1:-1, 1::2], x.mT.contiguous().mT, x.flip(0).contiguous().flip(0)):
         assert torch.equal(case.run(function, {**made, "x": view}), expected)
 

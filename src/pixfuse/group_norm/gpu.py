@@ -223,9 +223,8 @@ def _whole_kernel(
     r = _rstd(rms, eps)
     gm = (g < G) & (tl.arange(0, NG) < GB)
     g_first = tl.load(x + base + tl.arange(0, NG) * D * (1 if CL else P), mask=gm, other=0.0).to(tl.float32)
-    if mean is not None:
-        tl.store(mean + n.to(tl.int64) * G + g, g_first + (centre + rest), mask=gm)
-        tl.store(rstd + n.to(tl.int64) * G + g, r, mask=gm)
+    tl.store(mean + n.to(tl.int64) * G + g, g_first + (centre + rest), mask=gm)
+    tl.store(rstd + n.to(tl.int64) * G + g, r, mask=gm)
 
     a = _spread(r, members, BC, EVEN) * _parameter(weight, c, C, 1.0)
     z = v * _over_pixels(a, CL) + _over_pixels(_parameter(bias, c, C, 0.0), CL)
@@ -402,12 +401,11 @@ def _apply_kernel(
     r = _rstd(rms, eps)
     x0 = x + n * C * P
     across = 1 if CL else P
-    if mean is not None:
-        # The program that has the first pixel and the first channel of a group writes the group's statistics.
-        mine = there & (g * D >= c0) & (block == 0)
-        g_first = tl.load(x0 + (g * D).to(tl.int64) * across, mask=mine, other=0.0).to(tl.float32)
-        tl.store(mean + n * G + g, g_first + m, mask=mine)
-        tl.store(rstd + n * G + g, r, mask=mine)
+    # The program that has the first pixel and the first channel of a group writes the group's statistics.
+    mine = there & (g * D >= c0) & (block == 0)
+    g_first = tl.load(x0 + (g * D).to(tl.int64) * across, mask=mine, other=0.0).to(tl.float32)
+    tl.store(mean + n * G + g, g_first + m, mask=mine)
+    tl.store(rstd + n * G + g, r, mask=mine)
 
     members = _members(c, g, D)
     first = tl.load(x0 + (c // D * D).to(tl.int64) * across, mask=c < C, other=0.0).to(tl.float32)
@@ -645,9 +643,9 @@ class _Forward(NamedTuple):
 def _forward(
     shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, weight: torch.dtype | None,
     bias: torch.dtype | None, G: int, eps: float, act: int, round_before_act: bool,
-    in_parts: bool = False, statistics: bool = True,
+    in_parts: bool = False,
 ) -> _Forward:  # fmt: skip
-    """The plan of a call; ``weight``, ``bias`` and ``statistics`` only tell calls with other tensors apart.
+    """The plan of a call; ``weight`` and ``bias`` only tell calls with other tensors apart.
 
     With ``in_parts`` three launches for any image: between the last two others may have a say.
     """
@@ -698,24 +696,20 @@ def group_norm(
     round_before_act: bool,
 ) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:  # fmt: skip
     """``y``, ``mean`` and ``rstd``; see ``reference.py``."""
-    description = (
+    (channels_last, whole, strides), launches, partials, pooled = _forward(
         x.shape, x.stride(), x.dtype, None if weight is None else weight.dtype, None if bias is None else bias.dtype,
-        num_groups, eps, act, round_before_act, False,
+        num_groups, eps, act, round_before_act,
     )  # fmt: skip
-    (channels_last, whole, strides), launches, partials, pooled = _forward(*description)
-    launches_of_y = _forward(*description, False).launches
     shape, dtype, device = x.shape, x.dtype, x.device
     stats = (shape[0], num_groups), (num_groups, 1)
     simple = whole and all(p is None or p.is_contiguous() for p in (weight, bias))
 
-    def value(
-        launches: tuple[Launch, ...], x: Tensor, weight: Tensor | None, bias: Tensor | None, *stats: Tensor | None
-    ) -> Tensor:
+    def value(x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, rstd: Tensor) -> Tensor:
         if not simple:
             x, weight, bias = to_layout(x, channels_last), dense(weight), dense(bias)
         y = torch.empty_like(x) if simple else torch.empty_strided(shape, strides, dtype=dtype, device=device)
         if len(launches) == 1:
-            launches[0](x, weight, bias, y, *stats)
+            launches[0](x, weight, bias, y, mean, rstd)
         elif launches:
             part = torch.empty_strided((partials,), (1,), dtype=torch.float32, device=device)
             launches[0](x, part)
@@ -723,7 +717,7 @@ def group_norm(
                 own = torch.empty_strided((pooled,), (1,), dtype=torch.float32, device=device)
                 launches[1](part, own)
                 part = own
-            launches[-1](x, part, weight, bias, y, *stats)
+            launches[-1](x, part, weight, bias, y, mean, rstd)
         return y
 
     def run(x: Tensor, weight: Tensor | None, bias: Tensor | None, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -731,10 +725,12 @@ def group_norm(
         rstd = torch.empty_like(mean)
         if not launches:
             mean.zero_(), rstd.zero_()
-        return value(launches, x, weight, bias, mean, rstd), mean, rstd
+        return value(x, weight, bias, mean, rstd), mean, rstd
 
     def first(x: Tensor, weight: Tensor | None, bias: Tensor | None, *_: Any) -> tuple[Tensor]:
-        return (value(launches_of_y, x, weight, bias, None, None),)
+        # By the same kernels: without mean and rstd they would compile to other roundings. Nobody reads these two.
+        unread = torch.empty_strided(*stats, dtype=torch.float32, device=device)
+        return (value(x, weight, bias, unread, unread),)
 
     run.first = first  # type: ignore[attr-defined]
     return run
