@@ -11,6 +11,7 @@ try:
 except ModuleNotFoundError:  # an install without the extra
     sys.exit("pixfuse: the command line needs a few more packages: pip install 'pixfuse[cli]'")
 
+from .run import Script
 from .run import register as register_run
 
 app = typer.Typer(
@@ -161,7 +162,13 @@ def tune(
 
 def main() -> None:
     """Entry point of the script ``pixfuse``."""
-    app()
+    try:
+        app()
+    except SystemExit as stop:
+        if not isinstance(stop.code, Script):
+            raise
+        script: Script = stop.code
+    script.run()  # out here, for the command line takes some exceptions for its own
 
 
 if __name__ == "__main__":
