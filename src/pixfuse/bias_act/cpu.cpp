@@ -195,9 +195,10 @@ struct Biased {
       : view(view), bias(std::move(values)), period(view.channels * view.inner) {
     constexpr int64_t kRun = 128, kLargest = 1 << 16;
     if (bias.empty() || view.numel() == 0 || view.inner >= kRun || (view.inner > 1 && period > kLargest)) return;
-    laid_out.reserve(period + kChunk);
-    for (const A b : bias) laid_out.insert(laid_out.end(), view.inner, b);
-    for (int64_t i = 0; i < kChunk; ++i) laid_out.push_back(laid_out[i]);
+    laid_out.resize(period + std::min(kChunk, view.numel() - period));
+    A* to = laid_out.data();
+    for (const A b : bias) to = std::fill_n(to, view.inner, b);
+    for (const A* from = laid_out.data(); to != laid_out.data() + laid_out.size();) *to++ = *from++;
   }
 
   // Those from `start` on: in t, or where they lie if there is nothing to do.
