@@ -1,4 +1,4 @@
-"""The rows of the H200 table: ``python benchmarks/h200_table.py [--compile] [--seconds 120]``.
+"""The rows of the H200 table: ``python benchmarks/h200_table.py [--compile] [--only WORD ...] [--seconds 120]``.
 
 Times every row's kernel beside PyTorch's own way (and ``torch.compile`` of it) in one run and prints a Markdown table
 with the share of a copy and the target. Rows of less than 256 MiB are the replay of a CUDA graph. Kernels are
@@ -186,16 +186,20 @@ def peer(row: Row, call: Callable[..., Any]) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--compile", action="store_true", help="time torch.compile of the stock way too")
+    parser.add_argument("--only", nargs="+", default=[""], help="rows with one of these words")
     parser.add_argument("--seconds", type=float, default=600, help="no further peers after so long")
     options = parser.parse_args()
     begin = time.time()
+    wanted = [i for i, row in enumerate(rows("meta")) if any(word in row.work for word in options.only)]
     with multiprocessing.get_context("fork").Pool() as pool:
-        pool.map(compile_row, range(sum(1 for _ in rows("meta"))), chunksize=1)
+        pool.map(compile_row, wanted, chunksize=1)
     copy = copy_rate()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, copy {copy:.2f} TB/s")
     print("\n| work | layout | ms | TB/s | % of copy | target, ms | | eager, ms | compile, ms |")
     print("|---|---|---|---|---|---|---|---|---|", flush=True)
-    for row in rows("cuda"):
+    for i, row in enumerate(rows("cuda")):
+        if i not in wanted:
+            continue
         ms = (replayed if row.bytes < 2**28 else milliseconds)(row.ours)
         eager = compiled = "–"
         if row.stock is not None and time.time() - begin < options.seconds:
