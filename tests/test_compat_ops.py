@@ -296,6 +296,7 @@ def test_grid_sample() -> None:
         grid_sample(*tensors).square().sum().backward()
         torch.testing.assert_close(tensors[only].grad, plain[only])
     half = grid_sample(x.half(), grid.half())
+    assert half.dtype == torch.float16
     (g,) = torch.autograd.grad(half.float().sum(), [x], create_graph=True)
     assert g.dtype == torch.float64
     torch.testing.assert_close(
@@ -313,6 +314,44 @@ def test_grid_sample() -> None:
     ):
         with pytest.raises(error, match=f"grid_sample: {match}"):
             grid_sample(*wrong)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_grid_sample_in_16_bits(dtype: torch.dtype) -> None:
+    """Values, first and second derivatives are those of float64 up to one rounding of the result."""
+    from pixfuse.compat.nvlabs.grid_sample_gradfix import grid_sample
+
+    g = torch.Generator().manual_seed(0)
+    x, grid = torch.randn(2, 3, 40, 50, generator=g), torch.rand(2, 9, 8, 2, generator=g) * 2.2 - 1.1
+    low = [t.to(dtype).requires_grad_() for t in (x, grid)]
+    high = [t.detach().double().requires_grad_() for t in low]
+    found = []
+    for tensors in (low, high):
+        y = grid_sample(*tensors)
+        plain = torch.autograd.grad(y, tensors, torch.ones_like(y), retain_graph=True)
+        first = torch.autograd.grad(y, tensors, torch.ones_like(y), create_graph=True)
+        second = torch.autograd.grad(first[1], tensors, torch.ones_like(first[1]))
+        found.append([t.detach() for t in (y, *plain, *first, *second)])
+    for a, b in zip(*found, strict=True):
+        assert a.dtype == dtype
+        assert (a.double() - b).abs().max() <= 4 * torch.finfo(dtype).eps * b.abs().max()
+
+
+def test_grid_sample_where_the_grid_is_not_finite() -> None:
+    """No pixel hears of it, and the gradient is PyTorch's, whether it is to be differentiated or not."""
+    from pixfuse.compat.nvlabs.grid_sample_gradfix import grid_sample
+
+    x = torch.ones(1, 2, 3, 4, dtype=torch.float64, requires_grad=True)
+    values = torch.tensor([float("nan"), float("inf"), -float("inf"), 1e300, -7.0, 0.1], dtype=torch.float64)
+    grid = torch.cartesian_prod(values, values)[None, None].requires_grad_()
+    y = grid_sample(x, grid)
+    plain = torch.autograd.grad(y.sum(), [x, grid], retain_graph=True)
+    first = torch.autograd.grad(y.sum(), [x, grid], create_graph=True)
+    assert first[0].isfinite().all()
+    for a, b in zip(first, plain, strict=True):
+        torch.testing.assert_close(a, b, equal_nan=True)
+    (ddx,) = torch.autograd.grad(first[0].square().sum(), [x], allow_unused=True, materialize_grads=True)
+    assert not ddx.any()
 
 
 def test_no_weight_gradients_reaches_conv2d_resample() -> None:

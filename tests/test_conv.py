@@ -320,3 +320,17 @@ def test_what_is_no_weight_keeps_its_gradient() -> None:
     with conv.no_weight_gradients():
         found = torch.autograd.grad(dx.square().sum(), [v])
     torch.testing.assert_close(found, want)
+
+
+@pytest.mark.parametrize("name", ["conv2d", "conv_transpose2d"])
+def test_no_weight_gradients_of_an_image_without_batch(name: str) -> None:
+    """What is left to PyTorch heeds the context too."""
+    x, w, b = _tensors(name == "conv_transpose2d", 1)
+    x = x.detach()[0].requires_grad_()
+    want = torch.autograd.grad(getattr(F, name)(x, w, b).sin().sum(), [x, w, b])
+    y = getattr(conv, name)(x, w, b).sin().sum()
+    with conv.no_weight_gradients():
+        found = torch.autograd.grad(y, [x, w, b], allow_unused=True, retain_graph=True)
+    assert found[1] is None
+    torch.testing.assert_close([found[0], found[2]], [want[0], want[2]])
+    torch.testing.assert_close(torch.autograd.grad(y, [x, w, b]), want)

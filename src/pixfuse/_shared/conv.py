@@ -99,7 +99,7 @@ def conv2d(
     refused = padding == "same" and _two(stride) != (1, 1)
     refused = refused or (isinstance(padding, str) and padding not in _NAMED)
     if refused or (scale is None and _leave_to_torch(x, weight, bias) and not on_shards(x)):
-        result: Tensor = F.conv2d(x, weight, bias, stride, padding, dilation, groups)
+        result: Tensor = F.conv2d(x, gate(weight), bias, stride, padding, dilation, groups)
         return result
     if padding == "valid":
         padding = 0
@@ -130,7 +130,7 @@ def conv_transpose2d(
     if scale is None and _leave_to_torch(x, weight, bias) and not on_shards(x):
         result: Tensor = F.conv_transpose2d(
             x,
-            weight,
+            gate(weight),
             bias,
             stride,
             padding,

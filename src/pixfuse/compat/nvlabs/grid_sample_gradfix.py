@@ -1,7 +1,8 @@
 """``torch_utils.ops.grid_sample_gradfix``: bilinear sampling that can be differentiated twice, by both arguments.
 
 What pixfuse does better on purpose: nothing of the second order is lost, that through ``grid`` neither, on every
-PyTorch (that of 2.11 has no second order at all). ``enabled`` may be set as before; nothing depends on it. Inside
+PyTorch (that of 2.11 has no second order at all), and 16-bit images and grids are sampled in float32, where positions
+of a pixel or more would be rounded away. ``enabled`` may be set as before; nothing depends on it. Inside
 ``torch.compile`` and ``torch.func`` it is PyTorch's own.
 """
 
@@ -14,7 +15,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..._shared import checks
-from ..._shared.layout import compute_dtype
 
 __all__ = ["enabled", "grid_sample"]
 
@@ -41,6 +41,8 @@ def grid_sample(input: Tensor, grid: Tensor) -> Tensor:
         input, grid = input.to(dtype), grid.to(dtype)
     if grid.dtype != input.dtype:
         checks.refuse(op, "grid", f"have the dtype of input ({checks.dtype_name(input.dtype)})", grid)
+    if input.dtype.itemsize == 2:
+        return grid_sample(input.float(), grid.float()).to(input.dtype)
     if (
         torch.compiler.is_compiling()
         or torch._C._functorch.peek_interpreter_stack() is not None
@@ -77,23 +79,24 @@ class _GridSample(torch.autograd.Function):
 
 def _derivatives(dy: Tensor, x: Tensor, grid: Tensor, need_dx: bool, need_dgrid: bool) -> tuple[Tensor | None, ...]:
     """``dx`` and ``dgrid`` of ``y = sum of the four pixels around (i, j), each times its two distances``."""
-    (n, c, h, w), dtype = x.shape, compute_dtype(x)
-    j = ((grid[..., 0].to(dtype) + 1) * w - 1).flatten(1) / 2  # [N, H' * W']
-    i = ((grid[..., 1].to(dtype) + 1) * h - 1).flatten(1) / 2
+    n, c, h, w = x.shape
+    j = ((grid[..., 0] + 1) * w - 1).flatten(1) / 2  # [N, H' * W']
+    i = ((grid[..., 1] + 1) * h - 1).flatten(1) / 2
     j0, i0 = (t.detach().floor().nan_to_num(-2).clamp(-2, max(h, w) + 1) for t in (j, i))
     right, below = (j - j0)[:, None], (i - i0)[:, None]
-    dy, pixels = dy.to(dtype).flatten(2), x.to(dtype).flatten(2)  # [N, C, ...]
+    dy, pixels = dy.flatten(2), x.flatten(2)  # [N, C, ...]
     dx = torch.zeros_like(pixels)
     dj = di = torch.zeros_like(right)
     for a, b in ((0, 0), (0, 1), (1, 0), (1, 1)):
         row, column = i0 + a, j0 + b
-        inside = ((row >= 0) & (row < h) & (column >= 0) & (column < w))[:, None].to(dtype)
+        outside = ((row < 0) | (row >= h) | (column < 0) | (column >= w))[:, None]
         at = (row.clamp(0, h - 1).long() * w + column.clamp(0, w - 1).long())[:, None].expand(n, c, -1)
         near_i, near_j = (below if a else 1 - below), (right if b else 1 - right)
         if need_dx:
-            dx = dx.scatter_add(2, at, dy * (near_i * near_j * inside))
+            # Filled, not multiplied: a sample that is not finite changes no pixel.
+            dx = dx.scatter_add(2, at, dy * (near_i * near_j).masked_fill(outside, 0))
         if need_dgrid:
-            value = (pixels.gather(2, at) * dy).sum(1, keepdim=True) * inside
+            value = (pixels.gather(2, at) * dy).sum(1, keepdim=True).masked_fill(outside, 0)
             dj, di = dj + value * near_i * (2 * b - 1), di + value * near_j * (2 * a - 1)
-    dgrid = torch.stack([dj[:, 0] * (w / 2), di[:, 0] * (h / 2)], -1).reshape(grid.shape).to(grid.dtype)
-    return dx.reshape(x.shape).to(x.dtype) if need_dx else None, dgrid if need_dgrid else None
+    dgrid = torch.stack([dj[:, 0] * (w / 2), di[:, 0] * (h / 2)], -1).reshape(grid.shape)
+    return dx.reshape(x.shape) if need_dx else None, dgrid if need_dgrid else None
