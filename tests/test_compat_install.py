@@ -291,9 +291,9 @@ def _meddle() -> None:
     from torch_utils.ops import extra
 
     assert torch_utils.ops.deep.bias_act is compat.nvlabs.bias_act
-    assert extra.upfirdn2d is compat.nvlabs.upfirdn2d
-    for name in ("torch_utils.ops", "torch_utils"):
+    for name in ("torch_utils.ops", "torch_utils", "torch_utils.ops.extra"):
         importlib.reload(sys.modules[name])
+    assert extra.upfirdn2d is compat.nvlabs.upfirdn2d
     for name in ("torch_utils.ops.upfirdn2d", "torch_utils.ops.extra", "torch_utils.ops", "torch_utils.ops.fma"):
         del sys.modules[name]
         importlib.import_module(name)
@@ -305,6 +305,7 @@ def _meddle() -> None:
 def test_reloads_and_imports_in_between_leave_nothing(project: Project) -> None:
     project(DEEP)
     importlib.import_module("client")
+    extra = importlib.import_module("torch_utils.ops.extra")
     importlib.import_module("pixfuse.compat.nvlabs")
     before = _snapshot()
     with compat.installed("nvlabs"):
@@ -316,7 +317,8 @@ def test_reloads_and_imports_in_between_leave_nothing(project: Project) -> None:
     assert set(_changed(before, after)) <= new
     import torch_utils.ops.extra
 
-    assert torch_utils.ops.extra.upfirdn2d.upfirdn2d() == "own"
+    assert torch_utils.ops.extra is extra
+    assert extra.upfirdn2d.upfirdn2d() == "own"
 
 
 def test_packages_first_imported_in_between_leave_nothing(project: Project) -> None:
@@ -328,6 +330,16 @@ def test_packages_first_imported_in_between_leave_nothing(project: Project) -> N
     import torch_utils.ops.extra
 
     assert torch_utils.ops.deep.bias_act.bias_act() == torch_utils.ops.extra.upfirdn2d.upfirdn2d() == "own"
+
+
+def test_reload_of_a_namespace_and_a_name_of_the_parents_own(project: Project) -> None:
+    project({"models/__init__.py": "op = 3\n", "torch_utils/ops/fma.py": ""})
+    package = importlib.import_module("torch_utils.ops")
+    with compat.installed("nvlabs"), compat.installed("rosinality", "models.op"):
+        importlib.reload(package)
+        import models
+    assert package.__doc__ is None
+    assert models.op == 3
 
 
 def test_reload_of_a_module_of_ours() -> None:

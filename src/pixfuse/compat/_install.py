@@ -19,7 +19,6 @@ from .._shared import checks
 from ._peers import PEERS, contents
 
 _log = logging.getLogger("pixfuse")
-_MISSING: Any = object()
 _IMPORT_PATH = "be None or an import path such as 'models.op'"
 
 
@@ -276,7 +275,7 @@ class _Finder:
         self.parents = _above(done.path)
         self.active = False
         self.before: dict[str, Any] = {}  # of sys.modules
-        self.attributes: dict[str, dict[str, Any]] = {}  # of the modules there
+        self.attributes: dict[str, tuple[ModuleType, dict[str, Any]]] = {}  # of the modules there and above
         self.old: dict[int, tuple[Any, Any]] = {}
         self.rebound: list[tuple[dict[str, Any], str, Any, Any]] = []
 
@@ -284,7 +283,8 @@ class _Finder:
         """Take the path, in ``sys.modules`` too."""
         path = self.done.path
         self.before = self._taken()
-        self.attributes = {n: dict(vars(m)) for n, m in (sys.modules | self.before).items() if self._is_kept(n, m)}
+        packages = {name: sys.modules.get(name) for name in (*self.parents, *self.before)}
+        self.attributes = {name: (m, dict(vars(m))) for name, m in packages.items() if m is not None}
         for name, module in self.before.items():
             if module is None:  # imports of it are refused
                 del sys.modules[name]
@@ -307,13 +307,17 @@ class _Finder:
         for name in gone:
             del sys.modules[name]
         sys.modules.update(self.before)
-        package = self.done.path
-        own = {*self.before, *self.modules, *(f"{package}.{n}" for n in (*self.exports, "__spec__", "__loader__"))}
-        for name in gone | own:
+        for name in gone | self.before.keys() | {self.done.path}:
             owner, _, attribute = name.rpartition(".")
-            if sys.modules.get(owner) is not None:
-                before = self.attributes.get(owner, {}).get(attribute, _MISSING)
-                _put(vars(sys.modules[owner]), attribute, before)
+            value = getattr(sys.modules.get(owner), "__dict__", {}).get(attribute)
+            if isinstance(value, ModuleType) and value.__name__ == name:  # imports set it
+                _restore(sys.modules[owner], attribute, self.attributes.get(owner, (None, {}))[1])
+        functions = (getattr(module, name) for module in self.modules.values() for name in module.__all__)
+        ours = {id(value) for value in (*self.modules.values(), *functions, *self.exports.values())}
+        for package, attributes in self.attributes.values():
+            held = [name for name, value in vars(package).items() if id(value) in ours]
+            for name in (*held, "__doc__", "__loader__", "__spec__"):  # a reload changes these
+                _restore(package, name, attributes)
         for names, name, theirs, ours in self.rebound:
             if names.get(name) is ours:
                 names[name] = theirs
@@ -339,9 +343,6 @@ class _Finder:
             for name, module in list(sys.modules.items())
             if f"{name}.".startswith(below) or (module is None and name in self.parents)
         }
-
-    def _is_kept(self, name: str, module: Any) -> bool:
-        return module is not None and (name in self.before or name in self.parents)
 
     def _theirs(self, package: ModuleType) -> dict[int, tuple[Any, Any]]:
         """What the peer has under the names that ours will take: by id, with ours."""
@@ -396,11 +397,12 @@ class _Finder:
         return real
 
 
-def _put(where: dict[str, Any], name: str, value: Any) -> None:
-    if value is _MISSING:
-        where.pop(name, None)
+def _restore(module: ModuleType, name: str, before: dict[str, Any]) -> None:
+    """Give a module the attribute that it had."""
+    if name in before:
+        vars(module)[name] = before[name]
     else:
-        where[name] = value
+        vars(module).pop(name, None)
 
 
 class _Ready(importlib.abc.Loader):
