@@ -41,11 +41,14 @@ bench: $(VENV)/test.stamp ## against PyTorch's own ops: make bench OP=group_norm
 abi: $(VENV)/test.stamp ## the wheel: its tag, its contents, the symbols that its library needs
 	$(BIN)/python -m pytest -q tests/test_wheel.py
 
-GPU_PYTEST := PYTHONPATH=src $(PYTHON) -m pytest -q -W ignore -p no:cacheprovider tests/test_gpu.py
-gpu: ## on a machine with a GPU, in the Python that has its torch: the battery, the sanitizer, doctor, the table, the benches
+GPU_PYTEST := PYTHONPATH=src $(PYTHON) -m pytest -q -W ignore -p no:cacheprovider
+COMPOSES := (battery and not values and not gradcheck) or test_compile or test_compose or test_a_package
+gpu: ## on a machine with a GPU, in the Python that has its torch: all tests, the sanitizer, doctor, the table, the benches
 	cmake -S . -B build/gpu -DPython_EXECUTABLE=$(shell command -v $(PYTHON)) >/dev/null && cmake --build build/gpu -j
-	$(GPU_PYTEST) -n $(JOBS)
-	compute-sanitizer --error-exitcode 9 env $(GPU_PYTEST) -k test_values_and_gradients
+	$(GPU_PYTEST) -n $(JOBS) tests/test_gpu.py
+	PIXFUSE_TEST_DEVICE=cuda $(GPU_PYTEST) -n $(JOBS) -k "$(COMPOSES)" src/pixfuse tests
+	$(GPU_PYTEST) tests/test_distributed.py -k on_gpus
+	compute-sanitizer --error-exitcode 9 env $(GPU_PYTEST) tests/test_gpu.py -k test_values_and_gradients
 	PYTHONPATH=src $(PYTHON) -m pixfuse._cli.main doctor
 	$(PYTHON) benchmarks/h200_table.py --compile
 	PYTHONPATH=src $(PYTHON) -m pixfuse._cli.main bench --device cuda --json bench-cuda.json

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 import pixfuse
 import pixfuse.nn as pnn
+from pixfuse._shared.testing import DEVICE
 
-FILTER = pixfuse.setup_filter([1, 3, 3, 1])
+FILTER = pixfuse.setup_filter([1, 3, 3, 1], device=DEVICE)
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")  # Inductor
 SIZES = ((10, 12), (12, 10), (18, 20))
 
@@ -29,7 +30,7 @@ def fresh() -> Iterator[None]:
 
 def image(height: int, width: int, channels: int = 8) -> Tensor:
     x = torch.randn(2, channels, height, width, generator=torch.Generator().manual_seed(height))
-    return x.requires_grad_()
+    return x.to(DEVICE).requires_grad_()
 
 
 def results(call: Callable[[Tensor], Tensor], x: Tensor, parameters: tuple[Tensor, ...] = ()) -> list[Tensor]:
@@ -37,7 +38,8 @@ def results(call: Callable[[Tensor], Tensor], x: Tensor, parameters: tuple[Tenso
     return [y, *torch.autograd.grad(y.square().sum(), (x, *parameters))]
 
 
-B, W = torch.linspace(-1, 1, 8), torch.linspace(-1, 1, 8 * 8 * 9).reshape(8, 8, 3, 3)
+B = torch.linspace(-1, 1, 8, device=DEVICE)
+W = torch.linspace(-1, 1, 8 * 8 * 9, device=DEVICE).reshape(8, 8, 3, 3)
 OPS: dict[str, Callable[[Tensor], Tensor]] = {
     "bias_act": lambda x: pixfuse.bias_act(x, B, act="swish"),
     "upfirdn2d": lambda x: pixfuse.upfirdn2d(x, FILTER, up=2, down=3, padding=2),
@@ -45,7 +47,7 @@ OPS: dict[str, Callable[[Tensor], Tensor]] = {
     "filtered_lrelu": lambda x: pixfuse.filtered_lrelu(x, FILTER, FILTER, B, up=2, down=2, padding=3, clamp=1),
     "group_norm": lambda x: pixfuse.group_norm(x, 4, B, B, act="silu"),
     "conv2d_resample": lambda x: pixfuse.conv2d_resample(x, W, FILTER, up=2, padding=1),
-    "modulated_conv2d": lambda x: pixfuse.modulated_conv2d(x, W, torch.ones(2, 8), padding=1),
+    "modulated_conv2d": lambda x: pixfuse.modulated_conv2d(x, W, B.expand(2, 8), padding=1),
     "upsample_nearest": lambda x: pixfuse.upsample_nearest(x, 2),
     "interpolate": lambda x: pixfuse.interpolate(x, scale_factor=0.5, mode="bicubic", antialias=True),
 }
@@ -76,7 +78,7 @@ def modules() -> nn.Sequential:
     )
     for parameter in model.parameters():
         nn.init.normal_(parameter)
-    return model
+    return model.to(DEVICE)
 
 
 class StockUNet(nn.Module):
@@ -101,7 +103,7 @@ def patched_unet() -> nn.Module:
     model = StockUNet()
     report = pixfuse.patch(model)
     assert len(report.replaced) >= 7, report
-    return model
+    return model.to(DEVICE)
 
 
 @pytest.mark.parametrize("make", [modules, patched_unet])
@@ -150,7 +152,7 @@ def test_compile_around_torch_func_grad() -> None:
 @pytest.mark.parametrize("channels_last", [False, True])
 @pytest.mark.parametrize("act", ["lrelu", "swish"])
 def test_inlined_bias_act_is_fused_and_the_same_up_to_rounding(act: str, channels_last: bool) -> None:
-    x, b = image(10, 12).detach(), torch.linspace(-1, 1, 8).requires_grad_()
+    x, b = image(10, 12).detach(), B.clone().requires_grad_()
     x = x.to(memory_format=torch.channels_last) if channels_last else x
     x.requires_grad_()
     graphs = []

@@ -18,9 +18,11 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import pixfuse
 import pixfuse.nn as pnn
+from pixfuse._shared.testing import DEVICE
 
-FILTER = pixfuse.setup_filter([1, 3, 3, 1])
-B, W = torch.linspace(-1, 1, 4).double(), torch.linspace(-1, 1, 4 * 4 * 9).reshape(4, 4, 3, 3).double()
+FILTER = pixfuse.setup_filter([1, 3, 3, 1], device=DEVICE)
+B = torch.linspace(-1, 1, 4, device=DEVICE).double()
+W = torch.linspace(-1, 1, 4 * 4 * 9, device=DEVICE).reshape(4, 4, 3, 3).double()
 OPS: dict[str, Callable[[Tensor], Tensor]] = {
     "bias_act": lambda x: pixfuse.bias_act(x, B.to(x.dtype), act="swish"),
     "upfirdn2d": lambda x: pixfuse.upfirdn2d(x, FILTER, up=2, down=3, padding=2),
@@ -38,7 +40,7 @@ every_op = pytest.mark.parametrize("op", OPS)
 
 
 def picture(dtype: torch.dtype = torch.float64, size: int = 5) -> Tensor:
-    return torch.randn(2, 4, size, size + 1, dtype=dtype, generator=torch.Generator().manual_seed(0))
+    return torch.randn(2, 4, size, size + 1, dtype=dtype, generator=torch.Generator().manual_seed(0)).to(DEVICE)
 
 
 def network() -> nn.Sequential:
@@ -47,7 +49,7 @@ def network() -> nn.Sequential:
         nn.Sequential(nn.Conv2d(4, 8, 3), pnn.GroupNormSiLU(2, 8), pnn.Blur(down=2)),
         nn.Sequential(nn.Conv2d(8, 4, 3, padding=1), pnn.FusedLeakyReLU(4), pnn.Upsample(scale_factor=1.5)),
         pnn.FilteredLReLU(4, [1, 3, 3, 1], [1, 3, 3, 1], up=2, down=2, padding=3),
-    )
+    ).to(DEVICE)
 
 
 # --- function transforms ------------------------------------------------------------------------------------------
@@ -95,8 +97,8 @@ def test_forward_mode_runs_the_kernel(op: str) -> None:
 def test_tangents_of_filters() -> None:
     """upfirdn2d has them, as it has their gradient; filtered_lrelu has neither and says so."""
     x = picture()
-    for taps in (FILTER.double(), pixfuse.setup_filter([1, 2, 4], separable=True).double()):
-        tangent = torch.linspace(-1, 1, taps.numel(), dtype=torch.float64).reshape(taps.shape)
+    for taps in (FILTER.double(), pixfuse.setup_filter([1, 2, 4], separable=True, device=DEVICE).double()):
+        tangent = torch.linspace(-1, 1, taps.numel(), dtype=torch.float64, device=DEVICE).reshape(taps.shape)
 
         def call(f: Tensor) -> Tensor:
             return pixfuse.upfirdn2d(x, f, up=2, padding=3)
@@ -227,7 +229,7 @@ def test_shapes_on_the_meta_device() -> None:
     filtered = pnn.FilteredLReLU(4, [1, 3, 3, 1], [1, 3, 3, 1], up=2, down=2, padding=3)
     resized = pnn.Upsample(scale_factor=1.5, mode="bicubic")
     model = nn.Sequential(pnn.GroupNormSiLU(2, 4), pnn.Blur(up=2), pnn.FusedLeakyReLU(4), filtered, resized)
-    real = model(picture(torch.float32, 12).contiguous(memory_format=torch.channels_last))
+    real = model.to(DEVICE)(picture(torch.float32, 12).contiguous(memory_format=torch.channels_last))
     x = torch.empty(2, 4, 12, 13, device="meta").contiguous(memory_format=torch.channels_last)
     y = model.to("meta")(x)
     assert y.is_meta

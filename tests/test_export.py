@@ -21,7 +21,7 @@ import pixfuse
 import pixfuse.nn as pnn
 import pixfuse.onnx
 from pixfuse._shared.library import OPS
-from pixfuse._shared.testing import Case
+from pixfuse._shared.testing import DEVICE, Case
 from pixfuse.bias_act.cases import CASES as BIAS_ACT
 from pixfuse.filtered_lrelu.cases import CASES as FILTERED_LRELU
 from pixfuse.group_norm.cases import CASES as GROUP_NORM
@@ -182,7 +182,7 @@ class Generator(nn.Module):
 
 @pytest.mark.skipif(not shutil.which("c++") and not shutil.which("g++"), reason="AOTInductor needs a C++ compiler")
 def test_a_package_runs_in_another_process(tmp_path: Path) -> None:
-    model, style = Generator().eval(), picture(3, 8)
+    model, style = Generator().to(DEVICE).eval(), picture(3, 8).to(DEVICE)
     program = torch.export.export(model, (style[:2],), dynamic_shapes=({0: torch.export.Dim("n", min=1)},))
     package = torch._inductor.aoti_compile_and_package(
         program,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from .layout import is_channels_last
 from .library import by_definition
 
+DEVICE = os.environ.get("PIXFUSE_TEST_DEVICE", "cpu")  # where tests compute; ``make gpu`` says cuda
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -45,7 +47,7 @@ class Case:
     fixed: Mapping[str, Tensor] = field(default_factory=dict)
     thorough: bool = False
 
-    def tensors(self, dtype: torch.dtype, channels_last: bool = False, device: str = "cpu") -> dict[str, Tensor]:
+    def tensors(self, dtype: torch.dtype, channels_last: bool = False, device: str = DEVICE) -> dict[str, Tensor]:
         """Fresh random leaves of the inputs; the same numbers for every dtype that holds them, layout and device."""
         generator = torch.Generator().manual_seed(zlib.crc32(self.id.encode()))
         made = {}
@@ -107,7 +109,7 @@ Check = Callable[[Callable[..., Tensor], Case], None]
 def check_values_and_gradients(
     function: Callable[..., Tensor],
     case: Case,
-    device: str = "cpu",
+    device: str = DEVICE,
     dtypes: Sequence[torch.dtype] = DTYPES,
     layouts: Sequence[bool] = (False, True),
 ) -> None:
@@ -155,7 +157,7 @@ def _orders(
     return found
 
 
-def check_forward_mode(function: Callable[..., Tensor], case: Case, device: str = "cpu") -> None:
+def check_forward_mode(function: Callable[..., Tensor], case: Case, device: str = DEVICE) -> None:
     """The value beside a tangent is the op's own to the last bit, and the tangent keeps the rule, in every dtype."""
 
     def jvp(tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -212,7 +214,7 @@ def check_strides(function: Callable[..., Tensor], case: Case) -> None:
     x = made["x"]
     expected = case.run(function, made)
     variants = {"transposed": x.transpose(0, -1).contiguous().transpose(0, -1)}
-    wide = torch.full([2 * s + 1 for s in x.shape], float("nan"))
+    wide = x.new_full([2 * s + 1 for s in x.shape], float("nan"))
     inner = wide[tuple(slice(1, None, 2) for _ in x.shape)]
     variants["stepped"] = inner.copy_(x)
     if x.dim() > 2:
@@ -233,7 +235,7 @@ def check_strides(function: Callable[..., Tensor], case: Case) -> None:
             torch.testing.assert_close(y, expected[:1])
             (dx,) = torch.autograd.grad(y, value, torch.ones_like(y))
             assert dx.movedim(1, -1).is_contiguous(), f"{case.id}: the gradient lost channels_last"
-    dy = torch.ones(()).expand_as(expected)
+    dy = expected.new_ones(()).expand_as(expected)
     for gradient in (dy, as_channels_last(dy.contiguous())):
         tensors = {k: t.clone().requires_grad_() for k, t in made.items()}
         found = torch.autograd.grad(case.run(function, tensors), list(tensors.values()), gradient)
@@ -422,7 +424,7 @@ def check_autocast(function: Callable[..., Tensor], case: Case) -> None:
     """Autocast changes nothing: x keeps its dtype, filters and parameters theirs."""
     made = {k: t.detach() for k, t in case.tensors(torch.float32).items()}
     expected = case.run(function, made)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast(DEVICE, dtype=torch.bfloat16):
         got = case.run(function, made)
     assert got.dtype == expected.dtype
     assert torch.equal(got, expected)
