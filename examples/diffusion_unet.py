@@ -121,21 +121,29 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--width", type=int, default=64, help="channels at full resolution, a multiple of 8")
-    parser.add_argument("--size", type=int, default=32, help="side of the pictures")
+    parser.add_argument("--size", type=int, default=32, help="side of the pictures, a multiple of 4")
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
     parser.add_argument("--layout", default="channels_last", choices=("contiguous", "channels_last"))
     parser.add_argument("--rounds", type=int, default=10, help="timed steps of each kind")
     args = parser.parse_args(arguments)
+    for name, unit in (("width", 8), ("size", 4), ("batch", 1), ("rounds", 1)):
+        if getattr(args, name) < 1 or getattr(args, name) % unit:
+            parser.error(f"--{name} must be a positive multiple of {unit}, got {getattr(args, name)}")
+    try:
+        device = torch.device(args.device)
+        torch.ones(1, device=device).item()
+    except Exception:  # each kind of device has its own
+        parser.error(f"--device must be a device of this machine, got {args.device!r}")
     console, dtype = Console(), getattr(torch, args.dtype)
     layout = torch.channels_last if args.layout == "channels_last" else torch.contiguous_format
 
     torch.manual_seed(0)
-    stock = UNet(args.width).to(args.device, dtype).to(memory_format=layout)
+    stock = UNet(args.width).to(device, dtype).to(memory_format=layout)
     patched = copy.deepcopy(stock)
     console.print(str(pixfuse.patch(patched)), markup=False, highlight=False)
-    x = torch.randn(args.batch, 3, args.size, args.size).to(args.device, dtype).contiguous(memory_format=layout)
-    t = torch.linspace(0, 1000, args.batch, device=args.device)
+    x = torch.randn(args.batch, 3, args.size, args.size).to(device, dtype).contiguous(memory_format=layout)
+    t = torch.linspace(0, 1000, args.batch, device=device)
 
     apart = {}
     for step in (sample, train):
@@ -146,11 +154,11 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
     for _ in track(range(args.rounds + 2), "timing", console=console, transient=True):
         for step in (sample, train):  # in turns, so that what else the machine does hits both alike
             for name, net in (("stock", stock), ("pixfuse", patched)):
-                if args.device == "cuda":
+                if device.type == "cuda":
                     torch.cuda.synchronize()
                 start = time.perf_counter()
                 step(net, x, t)
-                if args.device == "cuda":
+                if device.type == "cuda":
                     torch.cuda.synchronize()
                 seconds.setdefault((step.__name__, name), []).append(time.perf_counter() - start)
 

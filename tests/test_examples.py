@@ -367,6 +367,25 @@ def test_diffusion_unet_gives_the_same_on_pixfuse(monkeypatch, capsys, layout):
     assert "train" in report
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "words"),
+    [
+        ("--width", "12", "--width must be a positive multiple of 8, got 12"),
+        ("--size", "30", "--size must be a positive multiple of 4, got 30"),
+        ("--batch", "0", "--batch must be a positive multiple of 1, got 0"),
+        ("--rounds", "-1", "--rounds must be a positive multiple of 1, got -1"),
+        ("--device", "cuda:99", "--device must be a device of this machine, got 'cuda:99'"),
+    ],
+)
+def test_diffusion_unet_refuses_in_one_sentence(monkeypatch, capsys, option, value, words):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    monkeypatch.delitem(sys.modules, "diffusion_unet", raising=False)
+    with pytest.raises(SystemExit) as stop:
+        importlib.import_module("diffusion_unet").main([option, value])
+    assert stop.value.code == 2
+    assert capsys.readouterr().err.endswith(f"error: {words}\n")
+
+
 def numbers(text):
     return [float(n) for n in re.findall(r"-?\d+\.\d+", text)]
 
