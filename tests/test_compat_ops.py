@@ -258,6 +258,20 @@ def test_ports_of_stylegan2(dtype: torch.dtype) -> None:
     torch.testing.assert_close(plain(x), (F.leaky_relu(x.double(), 0.2) * 2**0.5).to(dtype))
 
 
+@pytest.mark.parametrize("size", [2, np.int64(2), (2,), [2, 1], (np.int64(1), 2), torch.Size([2, 2])])
+def test_sizes_of_the_convolutions(size: Any) -> None:
+    """Ints of any kind, one or two, with and without gradients."""
+    from pixfuse.compat.nvlabs import conv2d_gradfix
+
+    x, w = torch.randn(1, 4, 9, 9), torch.randn(4, 4, 3, 3)
+    for ours, torchs in ((conv2d_gradfix.conv2d, F.conv2d), (conv2d_gradfix.conv_transpose2d, F.conv_transpose2d)):
+        for argument in ("stride", "padding", "dilation"):
+            expected = torchs(x, w, **{argument: size})
+            for needs in (False, True):
+                got = ours(x, w.clone().requires_grad_(needs), **{argument: size})
+                torch.testing.assert_close(got.detach(), expected)
+
+
 def test_fma() -> None:
     from pixfuse.compat.nvlabs.fma import fma
 
@@ -407,9 +421,7 @@ def test_no_weight_gradients_in_modulated_conv2d(fused: bool, channels_last: boo
 # --- refusals -------------------------------------------------------------------------------------------------
 
 NV, X = "torch_utils.ops", torch.zeros(1, 3, 8, 8)
-
-
-K = torch.ones(2, 2)
+K, W = torch.ones(2, 2), torch.zeros(3, 3, 3, 3, requires_grad=True)
 REFUSALS: list[tuple[str, tuple[Any, ...], dict[str, Any], type[Exception], str]] = [
     (f"{NV}.upfirdn2d.upfirdn2d", (X, K), {"impl": "slow"}, ValueError, "impl must be one of cuda, ref, got 'slow'"),
     (f"{NV}.upfirdn2d.filter2d", (X, K), {"impl": None}, TypeError, "filter2d: impl must be one of"),
@@ -421,6 +433,18 @@ REFUSALS: list[tuple[str, tuple[Any, ...], dict[str, Any], type[Exception], str]
     (f"{NV}.filtered_lrelu.filtered_lrelu", (X,), {"impl": "x"}, ValueError, "filtered_lrelu: impl must be one of"),
     (f"{NV}.filtered_lrelu.filtered_lrelu", (X,), {"gain": 0}, ValueError, "filtered_lrelu: gain must be above 0"),
     (f"{NV}.conv2d_gradfix.no_weight_gradients", (1,), {}, TypeError, "disable must be True or False, got 1"),
+    (f"{NV}.conv2d_gradfix.conv2d", (X, W), {"stride": 1.5}, TypeError, "conv2d: stride must be an int, got 1.5"),
+    (f"{NV}.conv2d_gradfix.conv2d", (X, W), {"stride": "2"}, TypeError, "conv2d: stride must be an int, got '2'"),
+    (f"{NV}.conv2d_gradfix.conv2d", (X, W), {"stride": (1, 2, 3)}, ValueError, "stride must be an int or two ints"),
+    (f"{NV}.conv2d_gradfix.conv2d", (X, W), {"padding": (1, 1.0)}, TypeError, "padding must be an int, got 1.0"),
+    (f"{NV}.conv2d_gradfix.conv2d", (X, W), {"padding": -1}, ValueError, "padding must be at least 0, got -1"),
+    (f"{NV}.conv2d_gradfix.conv2d", (X, W), {"padding": "half"}, ValueError, "two ints, 'same' or 'valid', got 'half'"),
+    (f"{NV}.conv2d_gradfix.conv2d", (X, W), {"dilation": 0}, ValueError, "dilation must be at least 1, got 0"),
+    (f"{NV}.conv2d_gradfix.conv2d", (X, W), {"groups": True}, TypeError, "groups must be an int, got True"),
+    ("op.conv2d_gradfix.conv_transpose2d", (X, W), {"stride": ()}, ValueError, "stride must be an int or two ints"),
+    ("mmcv.ops.conv_transpose2d", (X, W), {"output_padding": True}, TypeError, "output_padding must be an int"),
+    ("mmcv.ops.conv_transpose2d", (X, W), {"padding": "same"}, TypeError, "padding must be an int, got 'same'"),
+    ("mmcv.ops.conv_transpose2d", (X, W), {"groups": None}, TypeError, "groups must be an int, got None"),
     ("op.upfirdn2d", (X, None), {}, TypeError, "upfirdn2d: kernel must be a tensor, got NoneType"),
     ("op.upfirdn2d", (X, torch.ones(4)), {}, ValueError, r"upfirdn2d: kernel must be 2-D .* got shape \[4\]"),
     ("op.upfirdn2d", (X, K.double()), {}, ValueError, r"kernel must have the dtype of input \(float32\) or float32"),

@@ -47,7 +47,13 @@ def conv2d(
     groups: int = 1,
 ) -> Tensor:
     """The values of :func:`torch.nn.functional.conv2d`."""
-    return conv.conv2d(input, weight, bias, stride, padding, dilation, groups)
+    op = "conv2d"
+    if not isinstance(padding, str):
+        padding = _sizes(op, "padding", padding, 0)
+    elif padding not in ("same", "valid"):
+        checks.refuse(op, "padding", "be an int, two ints, 'same' or 'valid'", padding)
+    stride, dilation = _sizes(op, "stride", stride, 1), _sizes(op, "dilation", dilation, 1)
+    return conv.conv2d(input, weight, bias, stride, padding, dilation, checks.integer(op, "groups", groups, 1))
 
 
 def conv_transpose2d(
@@ -61,4 +67,17 @@ def conv_transpose2d(
     dilation: int | Sequence[int] = 1,
 ) -> Tensor:
     """The values of :func:`torch.nn.functional.conv_transpose2d`."""
+    op = "conv_transpose2d"
+    stride, dilation = _sizes(op, "stride", stride, 1), _sizes(op, "dilation", dilation, 1)
+    padding, output_padding = _sizes(op, "padding", padding, 0), _sizes(op, "output_padding", output_padding, 0)
+    groups = checks.integer(op, "groups", groups, 1)
     return conv.conv_transpose2d(input, weight, bias, stride, padding, output_padding, groups, dilation)
+
+
+def _sizes(op: str, argument: str, value: Any, minimum: int) -> int | list[int]:
+    """An int, or one for height and width."""
+    if not isinstance(value, (list, tuple)):
+        return checks.integer(op, argument, value, minimum)
+    if len(value) not in (1, 2):
+        checks.refuse(op, argument, "be an int or two ints (height, width)", value)
+    return [checks.integer(op, argument, v, minimum) for v in value]
