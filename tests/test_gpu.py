@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 import pixfuse
+from pixfuse._shared import calls
 from pixfuse._shared.testing import DTYPES, Case, check_forward_mode, check_values_and_gradients, random_like
 from pixfuse.bias_act import cases as bias_act
 from pixfuse.filtered_lrelu import cases as filtered_lrelu
@@ -205,6 +206,22 @@ def test_more_images_than_a_grid_axis(op: str, shape: tuple[int, ...]) -> None:
         expected.sum().backward()
         assert torch.equal(y[part], expected)
         assert torch.equal(x.grad[part], piece.grad)
+
+
+@pytest.mark.parametrize("op", list(WIDE))
+def test_calls_that_were_made_before(op: str) -> None:
+    """What a known call launches is what the long way does, for tensors that differ in nothing but what a guard sees."""
+    call, x = WIDE[op], torch.randn(2, 4, 6, 6, device="cuda")
+    others = [x, x.to(memory_format=torch.channels_last), x.half(), x.mT.contiguous().mT, torch._neg_view(-x), x[:1]]
+    for other in [*others, x.clone().requires_grad_()]:
+        got = [call(other) for _ in range(3)]
+        with calls.nothing_known():
+            expected = call(other)
+        for y in got:
+            assert torch.equal(y, expected)
+            assert y.stride() == expected.stride()
+            assert y.requires_grad == expected.requires_grad
+    assert torch.equal(call(torch._neg_view(-x)), call(x))
 
 
 @pytest.mark.parametrize("channels_last", [False, True])

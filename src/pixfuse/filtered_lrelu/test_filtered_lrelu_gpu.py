@@ -54,6 +54,12 @@ if INTERPRETING:
         for op, args in _all(name):
             assert_accurate(getattr(gpu, op), getattr(reference, op), *args)
 
+    def test_a_bias_with_gaps():
+        for op, args in _all("up2"):
+            b = torch.randn(2 * CASES["up2"][0][1])[::2].to(args[0].dtype)
+            args = [b if a is args[-11] else a for a in args]
+            assert_accurate(getattr(gpu, op), getattr(reference, op), *args)
+
     def test_segments(monkeypatch):
         monkeypatch.setattr(gpu, "_segments", lambda *a: 3)
         gpu._plan.cache_clear()
