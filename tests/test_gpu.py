@@ -210,7 +210,7 @@ def test_more_images_than_a_grid_axis(op: str, shape: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("op", list(WIDE))
 def test_calls_that_were_made_before(op: str) -> None:
-    """What a known call launches is what the long way does, for tensors that differ in nothing but what a guard sees."""
+    """What a known call launches is what the long way does, for tensors that only a guard tells apart."""
     call, x = WIDE[op], torch.randn(2, 4, 6, 6, device="cuda")
     others = [x, x.to(memory_format=torch.channels_last), x.half(), x.mT.contiguous().mT, torch._neg_view(-x), x[:1]]
     for other in [*others, x.clone().requires_grad_()]:
