@@ -433,6 +433,7 @@ REFUSALS: list[tuple[str, tuple[Any, ...], dict[str, Any], type[Exception], str]
     (f"{NV}.filtered_lrelu.filtered_lrelu", (X,), {"impl": "x"}, ValueError, "filtered_lrelu: impl must be one of"),
     (f"{NV}.filtered_lrelu.filtered_lrelu", (X,), {"gain": 0}, ValueError, "filtered_lrelu: gain must be above 0"),
     (f"{NV}.conv2d_gradfix.no_weight_gradients", (1,), {}, TypeError, "disable must be True or False, got 1"),
+    (f"{NV}.conv2d_gradfix.conv2d", (X, None), {}, TypeError, "conv2d: weight must be a tensor, got NoneType"),
     (f"{NV}.conv2d_gradfix.conv2d", (X, W), {"stride": 1.5}, TypeError, "conv2d: stride must be an int, got 1.5"),
     (f"{NV}.conv2d_gradfix.conv2d", (X, W), {"stride": "2"}, TypeError, "conv2d: stride must be an int, got '2'"),
     (f"{NV}.conv2d_gradfix.conv2d", (X, W), {"stride": (1, 2, 3)}, ValueError, "stride must be an int or two ints"),

@@ -48,6 +48,7 @@ def conv2d(
 ) -> Tensor:
     """The values of :func:`torch.nn.functional.conv2d`."""
     op = "conv2d"
+    _check_tensors(op, input=input, weight=weight)
     if not isinstance(padding, str):
         padding = _sizes(op, "padding", padding, 0)
     elif padding not in ("same", "valid"):
@@ -68,10 +69,17 @@ def conv_transpose2d(
 ) -> Tensor:
     """The values of :func:`torch.nn.functional.conv_transpose2d`."""
     op = "conv_transpose2d"
+    _check_tensors(op, input=input, weight=weight)
     stride, dilation = _sizes(op, "stride", stride, 1), _sizes(op, "dilation", dilation, 1)
     padding, output_padding = _sizes(op, "padding", padding, 0), _sizes(op, "output_padding", output_padding, 0)
     groups = checks.integer(op, "groups", groups, 1)
     return conv.conv_transpose2d(input, weight, bias, stride, padding, output_padding, groups, dilation)
+
+
+def _check_tensors(op: str, **tensors: Any) -> None:
+    for name, value in tensors.items():
+        if not isinstance(value, Tensor):
+            checks.refuse(op, name, "be a tensor", checks.words(type(value).__name__), TypeError)
 
 
 def _sizes(op: str, argument: str, value: Any, minimum: int) -> int | list[int]:
