@@ -411,7 +411,6 @@ def test_later_changes() -> None:
         "compiled": lambda m: m[1].compile(backend="eager"),
         "weights": lambda m: m[0].load_state_dict({"weight": torch.arange(8.0), "bias": torch.ones(8)}),
         "no weights": lambda m: [setattr(m[0], name, None) for name in ("weight", "bias")],
-        "double": lambda m: m.double().float(),
         "parametrised": lambda m: nn.utils.parametrize.register_parametrization(m[0], "weight", nn.Tanh()),
         "weight_norm": lambda m: nn.utils.parametrizations.weight_norm(m[0]),
     }
@@ -567,7 +566,7 @@ def test_compiled_and_scripted() -> None:
     assert list(pixfuse.patch(compiled).left) == ["(the model)"]
 
 
-def test_quantised_subclasses_and_replaced_forwards() -> None:
+def test_quantised_subclasses_and_replaced_forwards(monkeypatch: pytest.MonkeyPatch) -> None:
     class GroupNorm32(nn.GroupNorm):
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x.float()).type(x.dtype)
@@ -575,13 +574,15 @@ def test_quantised_subclasses_and_replaced_forwards() -> None:
     quantised = torch.ao.nn.quantized.GroupNorm(2, 8, nn.Parameter(torch.ones(8)), nn.Parameter(torch.zeros(8)), 1.0, 0)
     wrapped = nn.GroupNorm(2, 8)
     wrapped.forward = lambda x, f=wrapped.forward: f(x)  # type: ignore[method-assign]
-    model = nn.ModuleList([GroupNorm32(2, 8), quantised, wrapped])
+    monkeypatch.setattr(nn.Upsample, "forward", GroupNorm32.forward)
+    model = nn.ModuleList([GroupNorm32(2, 8), quantised, wrapped, nn.Upsample(scale_factor=2)])
     kinds = classes(model)
     report = pixfuse.patch(model)
     assert report.replaced == {}
     assert "a class of its own (" in report.left["0"]
     assert report.left["1"] == "GroupNorm: quantised"
     assert report.left["2"] == "GroupNorm: its forward was replaced"
+    assert report.left["3"] == "Upsample: the forward of its class was replaced"
     assert classes(model) == kinds
 
 

@@ -12,7 +12,7 @@ would have to hold the object, and would run the original's weights from every s
 
 # Without "from __future__ import annotations": torch.fx puts annotations of forward, as they are, into its graphs.
 
-import copyreg
+import abc
 import weakref
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -39,8 +39,8 @@ class Patched:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         made = super().__reduce_ex__(max(protocol, 2))
-        if isinstance(made, tuple) and made[:2] == (copyreg.__newobj__, (type(self),)):  # type: ignore[attr-defined]
-            return (_blank, self._pixfuse_made_of, *made[2:])
+        if isinstance(made, tuple) and made[1][:1] == (type(self),):  # a maker of objects, and the class as its first
+            return (_remade, (self._pixfuse_made_of, made[0], made[1][1:]), *made[2:])
         return made
 
     def __prepare_scriptable__(self) -> NoReturn:
@@ -90,7 +90,12 @@ LAYERS: dict[Any, type[Patched]] = {nn.GroupNorm: _GroupNorm, nn.Upsample: _Upsa
 def is_sequential(cls: type) -> bool:
     """Whether a class runs its layers one after the other, and does nothing else."""
     same = (getattr(cls, name, None) is getattr(nn.Sequential, name) for name in ("forward", "__iter__"))
-    return all(same)
+    return all(same) and is_pytorchs(nn.Sequential)
+
+
+def is_pytorchs(cls: type[nn.Module]) -> bool:
+    """Whether a class of PyTorch has the forward that it came with."""
+    return cls.forward.__module__ == cls.__module__
 
 
 def pools_by_two(pool: Any) -> bool:
@@ -121,7 +126,9 @@ def patched_class(original: Any, acts: tuple[str, ...] = ()) -> Any:
                 return None
             base, names = Patched, {**rewritten.methods, "_pixfuse_rewritten": rewritten}
         names |= {"__module__": original.__module__, "__qualname__": original.__qualname__, "__doc__": original.__doc__}
-        made = type(original.__name__, (base, original), {**names, "_pixfuse_made_of": key})
+        meta = type(original)
+        maker = abc.ABCMeta if issubclass(meta, abc.ABCMeta) else type  # not a metaclass that keeps a register
+        made = maker.__new__(meta, original.__name__, (base, original), {**names, "_pixfuse_made_of": key})
         _made[key] = made
     return made
 
@@ -131,9 +138,9 @@ def original_of(cls: type) -> type[nn.Module] | None:
     return vars(cls)["_pixfuse_made_of"][0] if "_pixfuse_made_of" in vars(cls) else None
 
 
-def _blank(original: Any, acts: tuple[str, ...]) -> Any:
+def _remade(made_of: Any, maker: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     """An object without its state, of the original class where its source has not come along."""
-    return copyreg.__newobj__(patched_class(original, acts) or original)  # type: ignore[attr-defined]
+    return maker(patched_class(*made_of) or made_of[0], *args)
 
 
 # --- calls ----------------------------------------------------------------------------------------------------
@@ -152,7 +159,7 @@ def watched(module: Any) -> bool:
 
 
 def _is_norm(f: Any) -> bool:
-    return isinstance(f, _GroupNorm) and not watched(f) and not nn.modules.module._has_any_global_hook()
+    return issubclass(type(f), _GroupNorm) and not watched(f) and not nn.modules.module._has_any_global_hook()
 
 
 def _is_silu(f: Any) -> bool:

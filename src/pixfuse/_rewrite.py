@@ -57,8 +57,7 @@ def rewrite(cls: type, acts: tuple[str, ...], calls: Calls) -> Rewritten:
     norms: dict[str, list[str] | None] = {}
     resizes = False
     for name, method in _candidates(cls, acts):
-        layers = _layers(method)
-        read = _source(layers[-1])
+        layers, read = _layers(method), _source(method)
         if read is None:
             continue
         tree, node = read
@@ -73,7 +72,7 @@ def rewrite(cls: type, acts: tuple[str, ...], calls: Calls) -> Rewritten:
 
 def unreadable(cls: type, acts: tuple[str, ...]) -> list[str]:
     """The methods that seem to use SiLU and whose source is not at hand."""
-    return [name for name, method in _candidates(cls, acts) if _source(_layers(method)[-1]) is None]
+    return [name for name, method in _candidates(cls, acts) if _source(method) is None]
 
 
 def _candidates(cls: type, acts: tuple[str, ...]) -> Iterator[tuple[str, FunctionType]]:
@@ -90,7 +89,7 @@ def _candidates(cls: type, acts: tuple[str, ...]) -> Iterator[tuple[str, Functio
             seen.add(name)
             if not inspect.isfunction(method):
                 continue
-            inner = inspect.unwrap(method)
+            inner = _layers(method)[-1]
             names = {n for code in _codes(inner.__code__) for n in (*code.co_names, *code.co_freevars)}
             if names & words or any(inner.__globals__.get(n) is F.silu for n in names):
                 yield name, method
@@ -100,9 +99,10 @@ def _candidates(cls: type, acts: tuple[str, ...]) -> Iterator[tuple[str, Functio
 
 
 def _source(function: FunctionType) -> tuple[ast.Module, ast.FunctionDef] | None:
-    """A fresh syntax tree of a function's file and the function in it, if that is what runs."""
+    """A fresh syntax tree of a file and a function in it, within its decorators, if that is what runs."""
+    *outer, function = _layers(function)
     code = function.__code__
-    if "__wrapped__" in vars(function):  # the code of a decorator
+    if "__wrapped__" in vars(function) or not all(map(_holds, outer)):
         return None
     text = "".join(linecache.getlines(code.co_filename, function.__globals__))
     if code not in _codes_of(text):
@@ -161,7 +161,7 @@ def _like(function: FunctionType, code: CodeType, cells: dict[str, CellType]) ->
     closure = tuple(cells[name] for name in code.co_freevars)
     new = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, closure)
     new.__kwdefaults__ = function.__kwdefaults__
-    del vars(functools.update_wrapper(new, function))["__wrapped__"]
+    functools.update_wrapper(new, function).__dict__ = function.__dict__  # one for both, as it may change
     return new
 
 
@@ -175,27 +175,22 @@ def _cells(function: FunctionType) -> dict[str, CellType]:
 
 
 def _layers(function: FunctionType) -> list[FunctionType]:
-    """A function, and what it wraps as long as it is a function that holds that in a variable."""
+    """A function, the function that it wraps, and so on."""
     found = [function]
-    while _holds(found[-1]):
-        found.append(vars(found[-1])["__wrapped__"])
+    while inspect.isfunction(inner := vars(found[-1]).get("__wrapped__")) and inner not in found:
+        found.append(inner)
     return found
 
 
 def _holds(function: FunctionType) -> list[str]:
     """The variables in which a decorator's function holds what it wraps."""
-    inner = vars(function).get("__wrapped__")
-    cells = _cells(function) if inspect.isfunction(inner) else {}
-    return [name for name, cell in cells.items() if cell.cell_contents is inner]
+    return [name for name, cell in _cells(function).items() if cell.cell_contents is vars(function)["__wrapped__"]]
 
 
 def _around(layers: list[FunctionType], new: FunctionType) -> FunctionType:
     """Decorators as they are, around another function."""
     for outer in reversed(layers[:-1]):
-        cells = _cells(outer) | dict.fromkeys(_holds(outer), CellType(new))
-        outer = _like(outer, outer.__code__, cells)
-        vars(outer)["__wrapped__"] = new
-        new = outer
+        new = _like(outer, outer.__code__, _cells(outer) | dict.fromkeys(_holds(outer), CellType(new)))
     return new
 
 

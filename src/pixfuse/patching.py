@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from . import _rewrite
-from ._layers import LAYERS, Patched, is_sequential, original_of, patched_class, pools_by_two, watched
+from ._layers import LAYERS, Patched, is_pytorchs, is_sequential, original_of, patched_class, pools_by_two, watched
 from ._shared import checks
 
 _BLOCKS = ("ResnetBlock2D", "Upsample2D", "Downsample2D")  # of diffusers
@@ -197,7 +197,7 @@ def _closed(module: nn.Module) -> str | None:
     """Why nothing inside a module may be touched."""
     if isinstance(module, torch.jit.ScriptModule):
         return "scripted; patch before scripting"
-    if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None:
+    if "_orig_mod" in module._modules or vars(module).get("_compiled_call_impl") is not None:
         return "compiled; patch before compiling"
     return None
 
@@ -221,6 +221,8 @@ def _obstacle(module: nn.Module) -> str | None:
         return "quantised"
     if kind not in (*LAYERS, nn.SiLU):
         return f"a class of its own ({kind.__module__}.{kind.__qualname__})"
+    if not is_pytorchs(kind):
+        return "the forward of its class was replaced"
     return None
 
 
@@ -323,6 +325,8 @@ class _Plan:
         cls = self.rewritten(module)
         found = cls._pixfuse_rewritten if cls else _rewrite.Rewritten({}, {}, False)
         norms = [name for name, way in found.norms.items() if inside and (way is None or self.leads(module, way))]
+        if mine and isinstance(module, torch.fx.GraphModule):
+            self.leave(path, "SiLU not fused; patch before tracing")
         unread = _rewrite.unreadable(type(module), _acts(module)) if mine or resizing else []
         if unread:
             self.leave(path, f"as before in {' and '.join(unread)}: decorated, or its source is not at hand")
