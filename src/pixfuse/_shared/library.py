@@ -67,6 +67,12 @@ class Op:
         """The op's results for its arguments by position."""
         raise NotImplementedError
 
+    def whole(self, *args: Any) -> Any:
+        """The results, also those that a recorded call keeps to itself; for the rules of transforms."""
+        eager = _peek_interpreter_stack() is None and torch.is_grad_enabled() and not _by_definition
+        plain = all(x is None or type(x) in _PLAIN for x in args[: self.tensors])
+        return self.overload(*args) if eager and plain else self(*args)
+
     def _call_first(self, *args: Any) -> Any:
         if torch.compiler.is_compiling():
             if for_shards is not None and isinstance(args[0], for_shards.tensor):

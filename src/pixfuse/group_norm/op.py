@@ -250,7 +250,7 @@ _value: Op = define_op(
     backward=_value_backward,
     jvp=_value_jvp,
     hidden=2,
-    vmap=_vmap(lambda *args: _value(*args), images=(0,), parameters=(1, 2), groups_at=3, sums=slice(0, 0)),
+    vmap=_vmap(lambda *args: _value.whole(*args), images=(0,), parameters=(1, 2), groups_at=3, sums=slice(0, 0)),
     sharding=Sharding(
         (IMAGE, CHANNELS, CHANNELS), (IMAGE, STATS, STATS), axes=(0,), rows=_rows, groups_at=3, run=parts.group_norm
     ),

@@ -468,3 +468,28 @@ def test_refusals_of_the_bare_operator_under_fake_tensors() -> None:
 def test_numpy_numbers_are_numbers() -> None:
     got = pixfuse.group_norm(normal(2, 6, 4, 4), np.int64(3), eps=np.float32(0.5))
     assert torch.equal(got, pixfuse.group_norm(normal(2, 6, 4, 4), 3, eps=0.5))
+
+
+TRANSFORMS: dict[str, Any] = {
+    "vmap": lambda f, w, xs: torch.vmap(f)(w, xs),
+    "vmap of w": lambda f, w, xs: torch.vmap(f, (0, None))(w, xs[0]),
+    "vmap of x": lambda f, w, xs: torch.vmap(f, (None, 0))(w[0], xs),
+    "vmap of grad": lambda f, w, xs: torch.vmap(torch.func.grad(lambda w, x: f(w, x).square().sum()))(w, xs),
+    "grad of vmap": lambda f, w, xs: torch.func.grad(lambda w: torch.vmap(f)(w, xs).square().sum())(w),
+    "vmap of jvp": lambda f, w, xs: torch.vmap(lambda w, x: torch.func.jvp(lambda x: f(w, x), (x,), (x,))[1])(w, xs),
+    "vmap of vmap": lambda f, w, xs: torch.vmap(torch.vmap(f, (0, None)), (None, 0))(w, xs),
+}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_transforms_of_what_is_recorded(transform: str) -> None:
+    """The tensors inside torch.func's transforms require gradients of the ordinary kind too."""
+    w = normal(3, 6).double().requires_grad_()
+    xs = torch.stack([normal(2, 6, 3, 3).double()] * 3).requires_grad_()
+
+    def results(f: Any) -> list[Tensor]:
+        y = TRANSFORMS[transform](f, w, xs)
+        return [y, *torch.autograd.grad(y.square().sum(), [w, xs])]
+
+    got = results(lambda w, x: pixfuse.group_norm(x, 3, w, act="silu"))
+    torch.testing.assert_close(got, results(lambda w, x: F.silu(F.group_norm(x, 3, w))))
