@@ -58,8 +58,10 @@ def test_known_calls_skip_the_checks_and_say_the_same(
 ) -> None:
     x = _image()
     expected = call(x)
+    assert not any(calls.TABLE.values())  # the first may be the last
+    call(x)
     known = len(calls.TABLE)
-    assert known >= 1
+    assert any(calls.TABLE.values())
     with monkeypatch.context() as without:
         without.setattr(library.Op, "_call_first", None)  # whoever comes here fails
         assert torch.equal(call(x), expected)
@@ -75,7 +77,7 @@ def test_known_calls_skip_the_checks_and_say_the_same(
 def test_gradients_of_known_calls(call: Callable[[Tensor], Tensor], dtype: torch.dtype) -> None:
     x = _image().to(dtype).requires_grad_()
     found = []
-    for _ in range(3):
+    for _ in range(4):
         y = call(x)
         dy = torch.ones_like(y).requires_grad_()
         (dx,) = torch.autograd.grad(y, x, dy, create_graph=True)
@@ -97,6 +99,7 @@ def test_other_tensors_are_other_calls(call: Callable[[Tensor], Tensor]) -> None
     """Layout, dtype, gaps, class, inference: of the shape of a known call, each as if it came first."""
     x = _image()
     call(x)
+    call(x)
     wide = torch.zeros(2, 4, 6, 12)
     wide[..., ::2] = x
     with torch.inference_mode():
@@ -113,7 +116,7 @@ def test_other_tensors_are_other_calls(call: Callable[[Tensor], Tensor]) -> None
         x[:1].expand(2, 4, 6, 6),
     ]
     for other in others:
-        got = [call(other) for _ in range(3)]
+        got = [call(other) for _ in range(4)]
         with calls.nothing_known():
             expected = call(other)
         for y in got:
@@ -156,9 +159,9 @@ def test_what_only_resembles_a_known_call_is_refused(
     good = {"x": _image(), **good}
     with pytest.raises(error) as first:
         function(**(good | bad))
-    for _ in range(2):
+    for _ in range(3):
         function(**good)
-    assert calls.TABLE
+    assert any(calls.TABLE.values())
     with pytest.raises(error) as again:
         function(**(good | bad))
     assert str(again.value) == str(first.value)
@@ -168,7 +171,7 @@ def test_one_tensor_twice() -> None:
     """A guard wants all tensors different."""
     x, f, g = _image(), F.clone(), F.clone()
     expected = pixfuse.filtered_lrelu(x, f, g, up=2, down=2, padding=3)
-    for _ in range(2):
+    for _ in range(3):
         assert torch.equal(pixfuse.filtered_lrelu(x, f, f, up=2, down=2, padding=3), expected)
         assert torch.equal(pixfuse.filtered_lrelu(x, f, g, up=2, down=2, padding=3), expected)
     assert {len(v) for k, v in calls.TABLE.items()} == {2}
@@ -233,7 +236,7 @@ def test_modes_and_transforms_see_known_calls(call: Callable[[Tensor], Tensor]) 
 def test_no_call_keeps_a_tensor() -> None:
     for call in CALLS.values():
         x = _image().requires_grad_()
-        for _ in range(2):
+        for _ in range(4):
             call(x).sum().backward()
             call(x.detach())
         gone = weakref.ref(x)

@@ -1,7 +1,7 @@
 """Calls that were made before: their checks need not be made again, and what they run is known.
 
 A call is described by the shape of its first tensor, its options with their types (``True == 1 == 1.0`` are three
-calls) and the grad mode. For such a description :data:`TABLE` keeps what passed the checks: a guard of PyTorch's own,
+calls) and the grad mode. For one that comes again :data:`TABLE` keeps what passed the checks: a guard of PyTorch's own,
 which compares type, dtype, device, shape, strides, dispatch keys and ``requires_grad`` of all tensors in a fifth of a
 microsecond, and the function that then computes the result. Anything else, the least difference, takes the long way:
 the checks, and :class:`~pixfuse._shared.library.Op`, which finds the implementation and leaves it in :data:`notes`.
@@ -177,8 +177,11 @@ def remembered(result: str = "") -> Callable[[F], F]:
 def _learn(
     key: Hashable, tensors: Sequence[Any], function: Callable[..., Any], args: Sequence[Any], first: bool
 ) -> Any:
-    """The call the long way, remembered if it was one op on ``tensors``."""
-    if not _GUARDED:
+    """The call the long way; if it is not the first with this ``key``, and one op on ``tensors``, it is remembered."""
+    if key not in TABLE or not _GUARDED:  # a guard takes 20 us to make, too long for a call that never comes again
+        if len(TABLE) >= _LARGEST:
+            TABLE.clear()
+        TABLE[key] = ()
         return function(*args)
     outer, notes.calls = notes.calls, []
     try:
@@ -201,8 +204,6 @@ def _remember(key: Hashable, tensors: Sequence[Any], run: Callable[..., Any], op
     known = TABLE.get(key, ())
     if any(k.check(*given) for k in known):
         return
-    if len(TABLE) >= _LARGEST:
-        TABLE.clear()
     TABLE[key] = (*known, Known(_guard(given), run, tuple(options)))[-_ALIKE:]
 
 
