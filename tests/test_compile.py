@@ -166,9 +166,12 @@ def test_inlined_bias_act_is_fused_and_the_same_up_to_rounding(act: str, channel
 
     compiled = torch.compile(call, backend=keep, fullgraph=True)
     expected = results(call, x, (b,))
-    with pixfuse.inlined():
+    block = pixfuse.inlined()
+    with block:
         inside = results(compiled, x, (b,))
-        assert torch.equal(call(x), expected[0])  # eager calls are as ever
+        with block:
+            assert torch.equal(call(x), expected[0])  # eager calls are as ever
+        assert torch.equal(compiled(x), inside[0])
     outside = results(compiled, x, (b,))
     ops = [{str(node.target) for node in graph.graph.nodes if "pixfuse" in str(node.target)} for graph in graphs]
     assert ops == [set(), {"pixfuse.bias_act.default"}]
@@ -177,3 +180,16 @@ def test_inlined_bias_act_is_fused_and_the_same_up_to_rounding(act: str, channel
         assert got.stride() == truth.stride()
     for got, truth in zip(outside, expected, strict=True):
         assert torch.equal(got, truth)
+
+
+def test_inlined_inside_of_what_is_compiled() -> None:
+    def call(x: Tensor) -> Tensor:
+        with pixfuse.inlined():
+            return pixfuse.bias_act(2 * x, B, act="swish") + 1
+
+    x = image(5, 7)
+    for got, truth in zip(
+        results(torch.compile(call, backend="aot_eager", fullgraph=True), x), results(call, x), strict=True
+    ):
+        torch.testing.assert_close(got, truth)
+    assert not pixfuse.bias_act.__globals__["_inlining"]

