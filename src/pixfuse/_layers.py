@@ -64,7 +64,8 @@ class _Upsample(Patched):
 
 class _AvgPool2d(Patched):
     def forward(self, input: Tensor) -> Tensor:
-        if pools_by_two(self) and input.dim() in (3, 4) and input.is_floating_point() and min(input.shape[-2:]) > 1:
+        image = input.is_floating_point() and input.dim() in (3, 4) and input.shape[-1] > 1 < input.shape[-2]
+        if image and pools_by_two(self):
             return halve(input)
         return super().forward(input)  # type: ignore[misc]
 
@@ -182,7 +183,8 @@ def fused_later(norm: Any, x: Any, act: Callable[[], Any], **options: Any) -> An
     if not _is_norm(norm):
         h = norm(x)
         return act()(h, **options)
-    return fused(act(), norm, x, **options)
+    f = act()
+    return _both(norm, x) if _is_silu(f) else f(norm(x), **options)
 
 
 def resized(f: Any, *args: Any, **kwargs: Any) -> Any:
