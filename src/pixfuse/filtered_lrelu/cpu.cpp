@@ -3,10 +3,10 @@
 // A job computes a tile of the result for several images at once: a vector register holds one pixel of 16 planes (8 of
 // float64), taken from consecutive channels in channels_last, else from any planes or tiles by a transpose at load and
 // store. So every step is a sum of taps times whole vectors, with no tail and no shuffle, whatever the factors are:
-//   source rows -> horizontal taps -> ring of rows -> vertical taps, activation -> one row of the upsampled image
-//               -> horizontal taps -> ring of rows -> vertical taps -> a row of the result.
-// The rings and rows are all of the upsampled image that exists, and fit the first two caches. The adjoint is the same
-// pipeline with the filters exchanged, and the activation replaced by its factor, which a second pipeline from x gives.
+//   ring of source rows -> vertical taps -> horizontal taps, activation -> one row of the upsampled image
+//                       -> horizontal taps -> vertical taps, added to the rows of the result at work.
+// These rows are all of the upsampled image that exists, and fit the first two caches. The adjoint is the same pipeline
+// with the filters exchanged, and the activation replaced by its factor, which a second pipeline from x gives.
 // Each number is the same sequence of operations in any tile and lane: batch and threads do not show.
 #include <algorithm>
 #include <cmath>
@@ -23,125 +23,80 @@ namespace {
 constexpr int64_t kVectorBytes = 64;
 template <class A>
 constexpr int64_t kLanes = kVectorBytes / sizeof(A);
-template <class A>
-struct VectorOf {
-  typedef A type __attribute__((vector_size(kVectorBytes)));
-  typedef std::conditional_t<sizeof(A) == 4, int32_t, int64_t> index __attribute__((vector_size(kVectorBytes)));
-};
-template <class A>
-using vec = typename VectorOf<A>::type;
 
 // --- the row functions -----------------------------------------------------------------------------------------
 
-// to[i * to_step] = sum over k < n of taps[k] * from[k][i * from_step], in vectors.
-template <class A>
-PIXFUSE_CLONES void fir(A* to_, int64_t to_step, const A* const* from, int64_t from_step, const A* taps, int64_t n,
-                        int64_t count) {
-  constexpr int64_t kBlock = 6;  // sums at a time: enough to hide the latency, and they fit AVX2's registers
-  auto* to = reinterpret_cast<vec<A>*>(to_);
-  int64_t i = 0;
-  for (; i + kBlock <= count; i += kBlock) {
-    vec<A> s0{}, s1{}, s2{}, s3{}, s4{}, s5{};
-    for (int64_t k = 0; k < n; ++k) {
-      const auto* x = reinterpret_cast<const vec<A>*>(from[k]) + i * from_step;
-      const vec<A> tap = taps[k] - vec<A>{};
-      s0 += tap * x[0];
-      s1 += tap * x[from_step];
-      s2 += tap * x[2 * from_step];
-      s3 += tap * x[3 * from_step];
-      s4 += tap * x[4 * from_step];
-      s5 += tap * x[5 * from_step];
-    }
-    vec<A>* y = to + i * to_step;
-    y[0] = s0, y[to_step] = s1, y[2 * to_step] = s2, y[3 * to_step] = s3, y[4 * to_step] = s4, y[5 * to_step] = s5;
-  }
-  for (; i < count; ++i) {
-    vec<A> sum{};
-    for (int64_t k = 0; k < n; ++k) {
-      sum += (taps[k] - vec<A>{}) * reinterpret_cast<const vec<A>*>(from[k])[i * from_step];
-    }
-    to[i * to_step] = sum;
-  }
-}
-
-// Two results from the same rows: to0 and to1 as fir would give them, with every load used twice.
-template <class A>
-PIXFUSE_CLONES void fir_pair(A* to0_, A* to1_, const A* const* from, const A* taps0, const A* taps1, int64_t n,
-                             int64_t count) {
-  constexpr int64_t kBlock = 3;
-  auto* to0 = reinterpret_cast<vec<A>*>(to0_);
-  auto* to1 = reinterpret_cast<vec<A>*>(to1_);
-  int64_t i = 0;
-  for (; i + kBlock <= count; i += kBlock) {
-    vec<A> s0{}, s1{}, s2{}, r0{}, r1{}, r2{};
-    for (int64_t k = 0; k < n; ++k) {
-      const auto* x = reinterpret_cast<const vec<A>*>(from[k]) + i;
-      const vec<A> x0 = x[0], x1 = x[1], x2 = x[2], tap0 = taps0[k] - vec<A>{}, tap1 = taps1[k] - vec<A>{};
-      s0 += tap0 * x0, s1 += tap0 * x1, s2 += tap0 * x2;
-      r0 += tap1 * x0, r1 += tap1 * x1, r2 += tap1 * x2;
-    }
-    to0[i] = s0, to0[i + 1] = s1, to0[i + 2] = s2;
-    to1[i] = r0, to1[i + 1] = r1, to1[i + 2] = r2;
-  }
-  for (; i < count; ++i) {
-    vec<A> s{}, r{};
-    for (int64_t k = 0; k < n; ++k) {
-      const vec<A> x = reinterpret_cast<const vec<A>*>(from[k])[i];
-      s += (taps0[k] - vec<A>{}) * x;
-      r += (taps1[k] - vec<A>{}) * x;
-    }
-    to0[i] = s, to1[i] = r;
-  }
-}
-
 template <class A>
 struct Activation {
-  A gain, gain_below, clamp;
+  A slope, clamp;
 };
 
-// t -> its activation.
-template <class A>
-PIXFUSE_CLONES void activate_row(A* t, int64_t n, Activation<A> act) {
-  for (int64_t i = 0; i < n; ++i) {
-    A w = t[i] * (t[i] > 0 ? act.gain : act.gain_below);
-    w = w > act.clamp ? act.clamp : w;
-    t[i] = w < -act.clamp ? -act.clamp : w;
-  }
-}
+// What becomes of a sum: itself, its activation, or its product with the derivative of the activation elsewhere.
+enum class Then { kNothing, kActivate, kFactor };
 
-// t *= the derivative of the activation at v.
+// to[o][i * to_step] = sum over k < n of taps[o][k] * from[k][i * from_step], in pixels. The derivative is that at
+// at[o][i * to_step]. Sums are made of four pixels at once: rows have room for what is beyond the last.
 template <class A>
-PIXFUSE_CLONES void factor_row(A* t, const A* v, int64_t n, Activation<A> act) {
-  for (int64_t i = 0; i < n; ++i) {
-    const A m = v[i] > 0 ? act.gain : act.gain_below;
-    t[i] = std::fabs(v[i] * m) > act.clamp ? A(0) : t[i] * m;
-  }
-}
+struct Sums {
+  A* to[2];
+  int64_t to_step;
+  const A* const* from;
+  int64_t from_step;
+  const A* taps[2];
+  int64_t n;
+  Activation<A> act = {};
+  const A* at[2] = {};
+};
+constexpr int64_t kFew = 4;
 
-// Rows of planes, [lane][stride], to pixels of lanes, [count][lane], or back: square transposes by repeated zips.
-template <class A, bool to_lanes>
-PIXFUSE_CLONES void transpose(const A* from, A* to, int64_t stride, int64_t count) {
-  constexpr int64_t L = kLanes<A>;
-  using index = typename VectorOf<A>::index;
-  index low, high;
-  for (int64_t i = 0; i < L; ++i) {
-    low[i] = i / 2 + i % 2 * L;
-    high[i] = low[i] + L / 2;
-  }
-  for (int64_t c = 0; c < count; c += L) {
-    vec<A> a[L], b[L];
-    for (int64_t l = 0; l < L; ++l) {
-      std::memcpy(&a[l], to_lanes ? from + l * stride + c : from + (c + l) * L, sizeof a[l]);
-    }
-    for (int64_t step = 1; step < L; step *= 2) {
-      for (int64_t l = 0; l < L / 2; ++l) {
-        b[2 * l] = __builtin_shuffle(a[l], a[l + L / 2], low);
-        b[2 * l + 1] = __builtin_shuffle(a[l], a[l + L / 2], high);
-      }
-      for (int64_t l = 0; l < L; ++l) a[l] = b[l];
-    }
-    for (int64_t l = 0; l < L; ++l) std::memcpy(to_lanes ? to + (c + l) * L : to + l * stride + c, &a[l], sizeof a[l]);
-  }
+// For each part to[i] = from[i] + sum over rows of taps[r] * rows[r][i], in pixels; from may be null.
+template <class A>
+struct Part {
+  A* to;
+  const A* from;
+  const A* taps;
+};
+template <class A>
+struct Spread {
+  const A* rows[2];
+  const Part<A>* parts;
+  int64_t n;
+};
+
+#if defined(__x86_64__) && !defined(PIXFUSE_SANITIZE)
+namespace avx512 {
+constexpr int64_t kBytes = 64;
+#define PIXFUSE_TARGET __attribute__((target("arch=x86-64-v4")))
+#include "sums.h"
+#undef PIXFUSE_TARGET
+}  // namespace avx512
+namespace avx2 {
+constexpr int64_t kBytes = 32;
+#define PIXFUSE_TARGET __attribute__((target("arch=x86-64-v3")))
+#include "sums.h"
+#undef PIXFUSE_TARGET
+}  // namespace avx2
+#endif
+namespace plain {
+constexpr int64_t kBytes = 16;
+#define PIXFUSE_TARGET
+#include "sums.h"
+}  // namespace plain
+
+// Call f of the widest set that this machine has.
+#if defined(__x86_64__) && !defined(PIXFUSE_SANITIZE)
+const int kLevel = __builtin_cpu_supports("x86-64-v4") ? 4 : __builtin_cpu_supports("x86-64-v3") ? 3 : 0;
+#define PIXFUSE_WIDEST(...) (kLevel == 4 ? avx512::__VA_ARGS__ : kLevel == 3 ? avx2::__VA_ARGS__ : plain::__VA_ARGS__)
+#else
+#define PIXFUSE_WIDEST(...) plain::__VA_ARGS__
+#endif
+
+template <class A, Then then = Then::kNothing>
+void sum(bool two, const Sums<A>& sums, int64_t count) {
+  if (two)
+    PIXFUSE_WIDEST(sum_all<A, 2, then>(sums, count));
+  else
+    PIXFUSE_WIDEST(sum_all<A, 1, then>(sums, count));
 }
 
 template <class T>
@@ -164,28 +119,20 @@ PIXFUSE_CLONES void store_row(const acc_t<T>* t, T* y, int64_t stride, int64_t n
 // n pixels of `lanes` channels that lie side by side. 16-bit pixels are gathered in `packed` first, so that one long
 // loop converts them.
 template <class T>
-PIXFUSE_CLONES void load_pixels(const T* x, int64_t stride, const acc_t<T>* bias, T* packed, acc_t<T>* t, int64_t n,
-                                int64_t lanes) {
+void load_pixels(const T* x, int64_t stride, const acc_t<T>* bias, T* packed, acc_t<T>* t, int64_t n, int64_t lanes) {
   using A = acc_t<T>;
   constexpr int64_t L = kLanes<A>;
-  vec<A> b;
-  std::memcpy(&b, bias, sizeof b);
-  auto* to = reinterpret_cast<vec<A>*>(t);
   if (lanes < L) {
     for (int64_t i = 0; i < n; ++i) {
       for (int64_t l = 0; l < lanes; ++l) t[i * L + l] = load(x[i * stride + l]) + bias[l];
       for (int64_t l = lanes; l < L; ++l) t[i * L + l] = 0;
     }
   } else if constexpr (std::is_same_v<T, A>) {
-    for (int64_t i = 0; i < n; ++i) {
-      vec<A> v;
-      std::memcpy(&v, x + i * stride, sizeof v);
-      to[i] = v + b;
-    }
+    PIXFUSE_WIDEST(add_to_pixels(x, stride, bias, t, n));
   } else {
     for (int64_t i = 0; i < n; ++i) std::memcpy(packed + i * L, x + i * stride, L * sizeof(T));
-    for (int64_t i = 0; i < n * L; ++i) t[i] = load(packed[i]);
-    for (int64_t i = 0; i < n; ++i) to[i] += b;
+    load_row(packed, 1, A(0), t, n * L);
+    PIXFUSE_WIDEST(add_to_pixels(t, L, bias, t, n));
   }
 }
 template <class T>
@@ -261,6 +208,10 @@ struct Up {
 
   Up(const std::optional<Tensor>& filter, int64_t up, int64_t pad_x, int64_t pad_y, bool flip, double gain)
       : up(up), pad_x(pad_x), pad_y(pad_y), f(filter, flip, gain), x(up), y(up), full(f.separable ? 0 : up * up) {
+    for (int64_t p = 0; p < up; ++p) {
+      rows.push_back(p < f.h ? (f.h - p - 1) / up + 1 : 0);
+      columns.push_back(p < f.w ? (f.w - p - 1) / up + 1 : 0);
+    }
     if (f.separable) {
       for (int64_t k = 0; k < f.w; ++k) x[k % up].push_back(f.x[k]);
       for (int64_t k = 0; k < f.h; ++k) y[k % up].push_back(f.y[k]);
@@ -270,8 +221,7 @@ struct Up {
       for (int64_t b = 0; b < f.w; ++b) full[a % up * up + b % up].push_back(f.full[a * f.w + b]);
     }
   }
-  int64_t rows(int64_t phase) const { return phase < f.h ? (f.h - phase - 1) / up + 1 : 0; }
-  int64_t columns(int64_t phase) const { return phase < f.w ? (f.w - phase - 1) / up + 1 : 0; }
+  std::vector<int64_t> rows, columns;  // how many taps a phase has
 };
 
 // A ring of rows that holds the last `rows` of them.
@@ -345,104 +295,132 @@ class UpStage {
 
  public:
   UpStage(const Image<const T>& image, const std::vector<A>& bias, const Up<A>& up)
-      : image_(image), bias_(bias), up_(up), pointers_(up.f.separable ? up.f.w + up.f.h : up.f.w * up.f.h) {}
+      : image_(image), bias_(bias), up_(up), pointers_(up.f.separable ? std::max(up.f.w, up.f.h) : up.f.w * up.f.h) {}
 
   // Vectors of scratch that a tile of upsampled width `width` needs.
   static int64_t need(const Up<A>& up, int64_t width) {
-    const int64_t source = source_width(up, width), ring = up.f.separable ? width : source;
-    return ceil_div(up.f.h, up.up) * ring + 2 * source;
+    return (ceil_div(up.f.h, up.up) + 1) * round_up(seen(up, width), L) + 2 * round_up(seen(up, width), kFew);
   }
 
   // Begin a tile whose first upsampled sample is (my[l], mx[l]) for lane l; all are congruent modulo the factor.
   void begin(Scratch<A>& scratch, const Lanes<A>& lanes, const int64_t* my, const int64_t* mx, int64_t width) {
     lanes_ = &lanes;
-    width_ = width;
-    source_ = source_width(up_, width);
+    groups_ = groups(up_, width);
+    seen_ = seen(up_, width);
+    source_ = round_up(seen_, L);
     ring_.rows = ceil_div(up_.f.h, up_.up);
-    ring_.stride = (up_.f.separable ? width : source_) * L;
-    ring_.at = scratch.take(ring_.rows * ring_.stride / L);
-    pixels_ = scratch.take(source_);
+    ring_.stride = source_ * L;
+    ring_.at = scratch.take(ring_.rows * source_);
     planes_ = scratch.take(source_);
+    for (A*& columns : columns_) columns = scratch.take(round_up(seen_, kFew));
     for (int64_t l = 0; l < lanes.count; ++l) {
       row_[l] = ceil_div(my[l] - up_.pad_y, up_.up);
-      column_[l] = ceil_div(mx[l] - up_.pad_x, up_.up);
+      const int64_t column = ceil_div(mx[l] - up_.pad_x, up_.up);
+      first_[l] = std::clamp<int64_t>(-column, 0, source_);
+      last_[l] = std::clamp<int64_t>(image_.w - column, first_[l], source_);
+      at_[l] = image_.at + lanes.n[l] * image_.stride_n + lanes.c[l] * image_.stride_c + row_[l] * image_.stride_h +
+               (column + first_[l]) * image_.stride_w;
       block_bias_[l] = bias_.empty() ? A(0) : bias_[lanes.c[l]];
     }
-    offset_y_ = modulo(up_.pad_y - my[0], up_.up);
-    offset_x_ = modulo(up_.pad_x - mx[0], up_.up);
+    row_at_ = first_row_ = 0;
+    phase_ = modulo(up_.pad_y - my[0], up_.up);
+    lead_ = up_.up - 1 - modulo(up_.pad_x - mx[0], up_.up);
     next_ = 0;
     ready_ = -1;
   }
 
-  // The upsampled row i of the tile, in `to`, and maybe row i + 1 in `next`, where its turn finds it. Rows are asked
-  // for in rising order.
-  void row(int64_t i, A* to, A* next) {
-    if (i == ready_) return;
-    const int64_t phase = modulo(offset_y_ - i, up_.up), first = ceil_div(i - offset_y_, up_.up);
-    const int64_t rows = up_.rows(phase);
-    for (next_ = std::max(next_, first); next_ < first + rows; ++next_) read(next_);
-    if (up_.f.separable) {
-      ring_.each(first, rows, [&](int64_t k, const A* row) { pointers_[k] = row; });
-      if (phase > 0 && up_.rows(phase - 1) == rows) {  // the next row sees the same source rows, one phase on
-        fir_pair(to, next, pointers_.data(), up_.y[phase].data(), up_.y[phase - 1].data(), rows, width_);
-        ready_ = i + 1;
-      } else {
-        fir(to, 1, pointers_.data(), 1, up_.y[phase].data(), rows, width_);
-      }
-      return;
+  // The upsampled row i of the tile, in `to`, activated or times the derivative at `at`. Rows are asked for in rising
+  // order.
+  template <Then then>
+  void row(int64_t i, A* to, Activation<A> act, const A* at) {
+    for (; row_at_ < i; ++row_at_) {
+      if (phase_-- == 0) phase_ = up_.up - 1, ++first_row_;
     }
-    each_phase([&](int64_t phase_x, int64_t start, int64_t source, int64_t count) {
-      const int64_t columns = up_.columns(phase_x);
-      ring_.each(first, rows, [&](int64_t a, const A* row) {
-        for (int64_t b = 0; b < columns; ++b) pointers_[a * columns + b] = row + (source + b) * L;
-      });
-      const A* taps = up_.full[phase * up_.up + phase_x].data();
-      fir(to + start * L, up_.up, pointers_.data(), 1, taps, rows * columns, count);
-    });
+    const int64_t phase = phase_, first = first_row_, rows = up_.rows[phase];
+    for (next_ = std::max(next_, first); next_ < first + rows; ++next_) read(next_);
+    const A* columns = columns_[0];
+    if (up_.f.separable && i == ready_) {
+      columns = columns_[1];
+    } else if (up_.f.separable) {
+      fetch();
+      ring_.each(first, rows, [&](int64_t k, const A* row) { pointers_[k] = row; });
+      const bool two = phase > 0 && up_.rows[phase - 1] == rows;  // the next row sees the same source rows
+      const std::vector<A>*taps = &up_.y[phase], *next = two ? taps - 1 : taps;
+      sum<A>(two, {{columns_[0], columns_[1]}, 1, pointers_.data(), 1, {taps->data(), next->data()}, rows}, seen_);
+      ready_ = two ? i + 1 : -1;
+    }
+    // A group of samples, one of each phase, sees the same source columns.
+    for (int64_t p = up_.up - 1; p >= 0; --p) {
+      const int64_t count = up_.columns[p], place = (up_.up - 1 - p - lead_) * L;
+      const bool two = p > 0 && up_.columns[p - 1] == count;
+      const std::vector<A>* taps = up_.f.separable ? &up_.x[p] : &up_.full[phase * up_.up + p];
+      if (up_.f.separable) {
+        for (int64_t b = 0; b < count; ++b) pointers_[b] = columns + b * L;
+      } else {
+        ring_.each(first, rows, [&](int64_t a, const A* row) {
+          for (int64_t b = 0; b < count; ++b) pointers_[a * count + b] = row + b * L;
+        });
+      }
+      fetch();
+      sum<A, then>(two,
+                   {{to + place, to + place + L},
+                    up_.up,
+                    pointers_.data(),
+                    1,
+                    {taps->data(), taps[two ? -1 : 0].data()},
+                    int64_t(taps->size()),
+                    act,
+                    {at + place, at + place + L}},
+                   groups_);
+      if (two) --p;
+    }
   }
 
+  // Rows are written in whole groups, of which some are beyond the tile.
+  static int64_t before(const Up<A>& up) { return up.up - 1; }
+  static int64_t after(const Up<A>& up) { return kFew * up.up; }
+
  private:
-  static int64_t source_width(const Up<A>& up, int64_t width) {
-    return round_up(ceil_div(width - 1, up.up) + ceil_div(up.f.w, up.up), L);
-  }
-  // f(phase, first column of that phase, the source column it begins at, how many columns)
-  template <class F>
-  void each_phase(const F& f) {
-    for (int64_t phase = 0; phase < up_.up; ++phase) {
-      const int64_t start = modulo(offset_x_ - phase, up_.up);
-      if (start < width_) f(phase, start, ceil_div(start - offset_x_, up_.up), ceil_div(width_ - start, up_.up));
+  static int64_t groups(const Up<A>& up, int64_t width) { return round_up(ceil_div(up.up - 1 + width, up.up), kFew); }
+  static int64_t seen(const Up<A>& up, int64_t width) { return groups(up, width) + ceil_div(up.f.w, up.up) - 1; }
+
+  // Ask memory for a share of the next source row: there is a call for each sum, so that requests and sums overlap.
+  void fetch() {
+    const int64_t calls = (up_.up + 1) / 2 * (up_.up + 1), call = fetched_++;
+    const int64_t whole = lanes_->block ? last_[0] - first_[0] : lanes_->count, share = (whole + calls - 1) / calls;
+    const int64_t begin = call * share, end = std::min(begin + share, whole), skip = next_ * image_.stride_h;
+    if (lanes_->block) {
+      if (row_[0] + next_ < 0 || row_[0] + next_ >= image_.h) return;
+      const T* x = at_[0] + skip + begin * image_.stride_w;
+      for (int64_t i = begin; i < end; ++i, x += image_.stride_w) __builtin_prefetch(x);
+      return;
+    }
+    for (int64_t l = begin; l < end; ++l) {
+      if (row_[l] + next_ < 0 || row_[l] + next_ >= image_.h) continue;
+      const T *x = at_[l] + skip, *stop = x + (last_[l] - first_[l]) * image_.stride_w;
+      for (; x < stop; x += 64 / sizeof(T)) __builtin_prefetch(x);
     }
   }
 
   // Bring source row r (counted from the tile's first) into the ring.
   void read(int64_t r) {
-    A* ring = ring_.row(r);
-    A* pixels = up_.f.separable ? pixels_ : ring;
+    A* pixels = ring_.row(r);
+    fetched_ = 0;
     bool inside = false;
     for (int64_t l = 0; l < lanes_->count; ++l) inside |= 0 <= row_[l] + r && row_[l] + r < image_.h;
     if (!inside) {
-      std::memset(ring, 0, ring_.stride * sizeof(A));
-      return;
-    }
-    if (lanes_->block)
+      std::memset(pixels, 0, ring_.stride * sizeof(A));
+    } else if (lanes_->block) {
       read_block(r, pixels);
-    else
+    } else {
       read_planes(r, pixels);
-    if (!up_.f.separable) return;
-    each_phase([&](int64_t phase, int64_t start, int64_t source, int64_t count) {
-      const int64_t columns = up_.columns(phase);
-      for (int64_t b = 0; b < columns; ++b) pointers_[b] = pixels + (source + b) * L;
-      const A* taps = up_.x[phase].data();
-      fir(ring + start * L, up_.up, pointers_.data(), 1, taps, columns, count);
-    });
+    }
   }
 
   void read_block(int64_t r, A* pixels) {
-    const int64_t first = std::clamp<int64_t>(-column_[0], 0, source_);
-    const int64_t last = std::clamp<int64_t>(image_.w - column_[0], first, source_);
-    const T* x = image_.at + lanes_->n[0] * image_.stride_n + lanes_->c[0] + (row_[0] + r) * image_.stride_h;
+    const int64_t first = first_[0], last = last_[0];
     std::memset(pixels, 0, first * kVectorBytes);
-    load_pixels(x + (column_[0] + first) * image_.stride_w, image_.stride_w, block_bias_, reinterpret_cast<T*>(planes_),
+    load_pixels(at_[0] + r * image_.stride_h, image_.stride_w, block_bias_, reinterpret_cast<T*>(planes_),
                 pixels + first * L, last - first, lanes_->count);
     std::memset(pixels + last * L, 0, (source_ - last) * kVectorBytes);
   }
@@ -452,16 +430,13 @@ class UpStage {
       A* row = planes_ + l * source_;
       int64_t first = source_, last = source_;
       if (l < lanes_->count && 0 <= row_[l] + r && row_[l] + r < image_.h) {
-        first = std::clamp<int64_t>(-column_[l], 0, source_);
-        last = std::clamp<int64_t>(image_.w - column_[l], first, source_);
-        const T* x = image_.at + lanes_->n[l] * image_.stride_n + lanes_->c[l] * image_.stride_c +
-                     (row_[l] + r) * image_.stride_h + (column_[l] + first) * image_.stride_w;
-        load_row(x, image_.stride_w, block_bias_[l], row + first, last - first);
+        first = first_[l], last = last_[l];
+        load_row(at_[l] + r * image_.stride_h, image_.stride_w, block_bias_[l], row + first, last - first);
       }
       std::fill(row, row + first, A(0));
       std::fill(row + last, row + source_, A(0));
     }
-    transpose<A, true>(planes_, pixels, source_, source_);
+    PIXFUSE_WIDEST(transpose<A, true>(planes_, pixels, source_, source_));
   }
 
   const Image<const T>& image_;
@@ -469,11 +444,13 @@ class UpStage {
   const Up<A>& up_;
   const Lanes<A>* lanes_ = nullptr;
   std::vector<const A*> pointers_;
-  int64_t width_ = 0, source_ = 0, next_ = 0, ready_ = -1, offset_x_ = 0, offset_y_ = 0;
-  int64_t row_[L] = {}, column_[L] = {};
+  int64_t groups_ = 0, seen_ = 0, source_ = 0, next_ = 0, fetched_ = 0, ready_ = -1, lead_ = 0;
+  int64_t row_at_ = 0, phase_ = 0, first_row_ = 0;  // the upsampled row at work, and the source row that it begins at
+  const T* at_[L] = {};                             // per lane: source row 0, from its first column inside the image
+  int64_t row_[L] = {}, first_[L] = {}, last_[L] = {};
   A block_bias_[L] = {};
   Ring<A> ring_;
-  A *pixels_ = nullptr, *planes_ = nullptr;
+  A *planes_ = nullptr, *columns_[2] = {};
 };
 
 // Rows of the result from rows of the upsampled image: y[j] = sum over a of tap[a] * row[j * down + a].
@@ -483,47 +460,70 @@ class DownStage {
   static constexpr int64_t L = kLanes<A>;
 
  public:
-  DownStage(const Filter<A>& f, int64_t down) : f_(f), down_(down), pointers_(f.separable ? f.w + f.h : f.w * f.h) {}
+  // Upsampled rows are written from `before` pixels before their first to `after` ones after their last.
+  DownStage(const Filter<A>& f, int64_t down, int64_t before, int64_t after)
+      : f_(f), down_(down), before_(before), after_(after), pointers_(f.separable ? std::max(f.w, f.h) : f.w * f.h) {}
 
+  // The upsampled pixels that `width` results see, and vectors of scratch for a tile of them.
   int64_t upsampled(int64_t width, int64_t taps) const { return (width - 1) * down_ + taps; }
   int64_t need(int64_t width) const {
-    const int64_t wide = upsampled(width, f_.w), padded = round_up(width, L);
-    return (f_.separable ? 2 * wide + f_.h * width : (f_.h + 1) * wide) + 2 * padded;
+    const int64_t padded = round_up(width, kFew), row = before_ + upsampled(padded, f_.w) + after_;
+    return (f_.separable ? row + (ring_rows() + 2) * padded : f_.h * row) + 2 * round_up(width, L);
   }
 
   void begin(Scratch<A>& scratch, int64_t width) {
     width_ = width;
-    wide_ = upsampled(width, f_.w);
-    // One upsampled row more than the taps meet, since rows may come in pairs.
-    ring_.rows = f_.separable ? f_.h : f_.h + 1;
-    ring_.stride = (f_.separable ? width : wide_) * L;
+    const int64_t padded = round_up(width, kFew), row = before_ + upsampled(padded, f_.w) + after_;
+    ring_.rows = ring_rows();
+    ring_.stride = (f_.separable ? padded : row) * L;
     ring_.at = scratch.take(ring_.rows * ring_.stride / L);
-    if (f_.separable) pair_ = scratch.take(2 * wide_);
+    if (f_.separable) {
+      row_ = scratch.take(row);
+      for (A*& filtered : filtered_) filtered = scratch.take(padded);
+    }
     result_ = scratch.take(round_up(width, L));
     planes_ = scratch.take(round_up(width, L));
   }
 
   // Where upsampled row i is to be written.
-  A* row(int64_t i) { return f_.separable ? pair_ + i % 2 * wide_ * L : ring_.row(i); }
+  A* row(int64_t i) { return (f_.separable ? row_ : ring_.row(i)) + before_ * L; }
 
-  // Upsampled row i is there.
-  void push(int64_t i) {
-    if (!f_.separable) return;
-    for (int64_t b = 0; b < f_.w; ++b) pointers_[b] = row(i) + b * L;
-    fir(ring_.row(i), 1, pointers_.data(), down_, f_.x.data(), f_.w, width_);
+  // Upsampled row i is there: add it to the results that see it, and write the one that it completes.
+  void push(int64_t i, int64_t height, const Lanes<A>& lanes, const Image<T>& y) {
+    const int64_t rows = f_.separable && f_.h % 2 == 0 && down_ % 2 == 0 ? 2 : 1;  // added at a time
+    const int64_t complete = ceil_div(i + 1 - f_.h, down_);
+    if (f_.separable) {
+      for (int64_t b = 0; b < f_.w; ++b) pointers_[b] = row(i) + b * L;
+      sum<A>(false, {{filtered_[i % rows]}, 1, pointers_.data(), down_, {f_.x.data()}, f_.w}, width_);
+      if (i % rows < rows - 1) return;
+      const int64_t start = i + 1 - rows, newest = std::min(start / down_, height - 1);
+      for (int64_t j = std::max<int64_t>(complete, 0); j <= newest; ++j) {
+        A* to = ring_.row(j);
+        const int64_t k = start - j * down_;
+        spread_.push_back({k + rows == f_.h ? result_ : to, k == 0 ? nullptr : to, &f_.y[k]});
+      }
+      const Spread<A> all{{filtered_[0], filtered_[1]}, spread_.data(), int64_t(spread_.size())};
+      if (rows == 2)
+        PIXFUSE_WIDEST(spread_all<A, 2>(all, width_));
+      else
+        PIXFUSE_WIDEST(spread_all<A, 1>(all, width_));
+      spread_.clear();
+    }
+    if (complete < 0 || complete * down_ != i + 1 - f_.h) return;
+    if (!f_.separable) {
+      ring_.each(complete * down_, f_.h, [&](int64_t a, const A* row) {
+        for (int64_t b = 0; b < f_.w; ++b) pointers_[a * f_.w + b] = row + (before_ + b) * L;
+      });
+      sum<A>(false, {{result_}, 1, pointers_.data(), down_, {f_.full.data()}, f_.w * f_.h}, width_);
+    }
+    write(complete, lanes, y);
   }
 
-  // Write row j of the result.
-  void emit(int64_t j, const Lanes<A>& lanes, const Image<T>& y) {
-    if (f_.separable) {
-      ring_.each(j * down_, f_.h, [&](int64_t a, const A* row) { pointers_[a] = row; });
-      fir(result_, 1, pointers_.data(), 1, f_.y.data(), f_.h, width_);
-    } else {
-      ring_.each(j * down_, f_.h, [&](int64_t a, const A* row) {
-        for (int64_t b = 0; b < f_.w; ++b) pointers_[a * f_.w + b] = row + b * L;
-      });
-      fir(result_, 1, pointers_.data(), down_, f_.full.data(), f_.w * f_.h, width_);
-    }
+ private:
+  // Rows that are kept: results at work, or else upsampled rows.
+  int64_t ring_rows() const { return f_.separable ? ceil_div(f_.h, down_) : f_.h; }
+
+  void write(int64_t j, const Lanes<A>& lanes, const Image<T>& y) {
     auto target = [&](int64_t l) {
       return y.at + lanes.n[l] * y.stride_n + lanes.c[l] * y.stride_c + (lanes.y0[l] + j) * y.stride_h +
              lanes.x0[l] * y.stride_w;
@@ -534,20 +534,20 @@ class DownStage {
       return;
     }
     const int64_t stride = round_up(width_, L);
-    transpose<A, false>(result_, planes_, stride, stride);
+    PIXFUSE_WIDEST(transpose<A, false>(result_, planes_, stride, stride));
     for (int64_t l = 0; l < lanes.count; ++l) {
       if (lanes.y0[l] + j >= y.h) continue;
       store_row(planes_ + l * stride, target(l), y.stride_w, std::min(width_, y.w - lanes.x0[l]));
     }
   }
 
- private:
   const Filter<A>& f_;
-  int64_t down_;
+  int64_t down_, before_, after_;
   std::vector<const A*> pointers_;
-  int64_t width_ = 0, wide_ = 0;
+  int64_t width_ = 0;
   Ring<A> ring_;
-  A *pair_ = nullptr, *result_ = nullptr, *planes_ = nullptr;
+  std::vector<Part<A>> spread_;
+  A *row_ = nullptr, *filtered_[2] = {}, *result_ = nullptr, *planes_ = nullptr;
 };
 
 // --- the pipeline ----------------------------------------------------------------------------------------------
@@ -569,9 +569,9 @@ struct Problem {
   bool block;
 };
 
-// Tiles of about this many upsampled columns and rows of the result: the rings stay in the first two caches, and what
-// neighbouring tiles both compute stays small.
-constexpr int64_t kUpsampledWidth = 128, kTileHeight = 128, kScratchBytes = 1 << 20;
+// Tiles of about this many upsampled columns and rows of the result: the rings stay in the second cache, memory is read
+// in long pieces, and what neighbouring tiles both compute stays small. Half the rows where there are few jobs.
+constexpr int64_t kUpsampledWidth = 256, kTileHeight = 128, kFewJobs = 16, kScratchBytes = 1 << 20;
 
 template <class T>
 void run(const Problem<T>& p) {
@@ -584,18 +584,21 @@ void run(const Problem<T>& p) {
   auto balanced = [&](int64_t size, int64_t wanted) {
     return round_up(ceil_div(size, ceil_div(size, std::max<int64_t>(wanted, 1))), unit);
   };
+  auto margin = [&](auto of) { return std::max(of(p.main), p.factor ? of(*p.factor) : 0); };
+  const int64_t before = margin(UpStage<T>::before), after = margin(UpStage<T>::after);
   auto need = [&](int64_t width) {
-    const DownStage<T> down(p.f, p.down);
-    const int64_t wide = down.upsampled(width, p.f.w);
+    const DownStage<T> down(p.f, p.down, before, after);
+    const int64_t wide = down.upsampled(round_up(width, kFew), p.f.w);
     return down.need(width) + UpStage<T>::need(p.main, wide) +
-           (p.factor ? UpStage<T>::need(*p.factor, wide) + 2 * wide : 0);
+           (p.factor ? UpStage<T>::need(*p.factor, wide) + before + wide + after : 0);
   };
   int64_t width = balanced(y.w, std::max<int64_t>(kUpsampledWidth / p.down, 8));
   while (width > unit && need(width) * kVectorBytes > kScratchBytes) width = round_up(width / 2, unit);
-  const int64_t height = balanced(y.h, kTileHeight);
-  const int64_t across = ceil_div(y.w, width), tiles = across * ceil_div(y.h, height);
-  const int64_t blocks = ceil_div(y.c, L), planes = y.n * y.c;
-  const int64_t jobs = p.block ? y.n * tiles * blocks : ceil_div(planes * tiles, L);
+  const int64_t across = ceil_div(y.w, width), blocks = ceil_div(y.c, L), planes = y.n * y.c;
+  auto jobs_of = [&](int64_t tiles) { return p.block ? y.n * tiles * blocks : ceil_div(planes * tiles, L); };
+  int64_t height = balanced(y.h, kTileHeight);
+  if (jobs_of(across * ceil_div(y.h, height)) < kFewJobs) height = balanced(y.h, kTileHeight / 2);
+  const int64_t tiles = across * ceil_div(y.h, height), jobs = jobs_of(tiles);
 
   parallel(jobs, width * height * p.down * p.down * L, [&](int64_t begin, int64_t end) {
     Scratch<A> scratch;
@@ -603,7 +606,7 @@ void run(const Problem<T>& p) {
     const std::vector<A> none;
     UpStage<T> main(p.from, p.x ? none : p.bias, p.main);
     UpStage<T> factor(p.x ? *p.x : p.from, p.bias, p.factor ? *p.factor : p.main);
-    DownStage<T> down(p.f, p.down);
+    DownStage<T> down(p.f, p.down, before, after);
     for (int64_t job = begin; job < end; ++job) {
       Lanes<A> lanes;
       lanes.block = p.block;
@@ -628,26 +631,22 @@ void run(const Problem<T>& p) {
       }
       scratch.reset();
       down.begin(scratch, w);
-      const int64_t wide = down.upsampled(w, p.f.w), high = down.upsampled(h, p.f.h);
+      const int64_t wide = down.upsampled(round_up(w, kFew), p.f.w), high = down.upsampled(h, p.f.h);
       main.begin(scratch, lanes, my, mx, wide);
-      A* at = nullptr;
+      A* v = nullptr;
       if (p.x) {
         factor.begin(scratch, lanes, my, mx, wide);
-        at = scratch.take(2 * wide);
+        v = scratch.take(before + wide + after) + before * L;
       }
       for (int64_t i = 0; i < high; ++i) {
         if (i % p.down >= p.f.h) continue;  // no tap meets this row
-        A* row = down.row(i);
-        main.row(i, row, down.row(i + 1));
         if (p.x) {
-          A* v = at + i % 2 * wide * L;
-          factor.row(i, v, at + (i + 1) % 2 * wide * L);
-          factor_row(row, v, wide * L, p.act);
+          factor.template row<Then::kNothing>(i, v, p.act, v);
+          main.template row<Then::kFactor>(i, down.row(i), p.act, v);
         } else {
-          activate_row(row, wide * L, p.act);
+          main.template row<Then::kActivate>(i, down.row(i), p.act, down.row(i));
         }
-        down.push(i);
-        if (i >= p.f.h - 1 && (i - p.f.h + 1) % p.down == 0) down.emit((i - p.f.h + 1) / p.down, lanes, y);
+        down.push(i, h, lanes, y);
       }
     }
   });
@@ -660,9 +659,10 @@ struct Scalars {
   bool flip;
   double gain, slope, clamp;
 
+  // The gain is in the taps that lead to the activation, and in those that lead to its derivative.
   template <class A>
   Activation<A> activation() const {
-    return {A(gain), A(gain * slope), clamp < 0 ? std::numeric_limits<A>::infinity() : A(clamp)};
+    return {A(slope), clamp < 0 ? std::numeric_limits<A>::infinity() : A(clamp)};
   }
 };
 
@@ -699,7 +699,7 @@ Tensor filtered_lrelu_cpu(const Tensor& x_any, const std::optional<Tensor>& fu, 
     const Tensor x = side_by_side(x_any, block);
     const Image<const T> from(x, data<T>(x));
     const Image<T> to(y, mutable_data<T>(y));
-    const Up<A> main(fu, up, pad_x, pad_y, flip, double(up * up));
+    const Up<A> main(fu, up, pad_x, pad_y, flip, gain * double(up * up));
     const Filter<A> f(fd, flip, 1);
     run<T>({from, main, nullptr, nullptr, f, down, 0, 0, parameter<A>(b), s.activation<A>(), to, block});
   });
@@ -723,7 +723,7 @@ Tensor filtered_lrelu_tangent_cpu(const Tensor& v_any, const Tensor& x_any, cons
     const Tensor x = side_by_side(x_any, block), v = side_by_side(v_any, block);
     const Image<const T> from(v, data<T>(v)), at(x, data<T>(x));
     const Image<T> to(y, mutable_data<T>(y));
-    const Up<A> main(fu, up, pad_x, pad_y, flip, double(up * up));
+    const Up<A> main(fu, up, pad_x, pad_y, flip, gain * double(up * up));
     const Filter<A> f(fd, flip, 1);
     run<T>({from, main, &at, &main, f, down, 0, 0, parameter<A>(b), s.activation<A>(), to, block});
   });
@@ -748,9 +748,9 @@ Tensor filtered_lrelu_backward_cpu(const Tensor& dy_any, const Tensor& x_any, co
     const Tensor x = side_by_side(x_any, block), dy = side_by_side(dy_any, block);
     const Image<const T> from(dy, data<T>(dy)), at(x, data<T>(x));
     const Image<T> to(dx, mutable_data<T>(dx));
-    const Up<A> factor(fu, up, pad_x, pad_y, flip, double(up * up));
+    const Up<A> factor(fu, up, pad_x, pad_y, flip, gain * double(up * up));
     const Filter<A> shape(fd, flip, 1);
-    const Up<A> main(fd, down, shape.w - 1, shape.h - 1, !flip, 1);
+    const Up<A> main(fd, down, shape.w - 1, shape.h - 1, !flip, gain);
     const Filter<A> f(fu, !flip, double(up * up));
     run<T>({from, main, &at, &factor, f, up, f.w - 1 - pad_x, f.h - 1 - pad_y, parameter<A>(b), s.activation<A>(), to,
             block});
