@@ -36,7 +36,23 @@ PIXFUSE_CLONES void weigh_rows(const Src* const* src, int64_t src_step, const A*
       if constexpr (kAdd) sum += base[i];
       out[i] = store<Dst>(sum);
     };
-    if constexpr (kBlocks) {
+    if constexpr (std::is_same_v<Src, bfloat16> && std::endian::native == std::endian::little) {
+      using Pair __attribute__((aligned(2), may_alias)) = uint32_t;  // two values by a shift and a mask: no widening
+#pragma GCC ivdep
+      for (int64_t i = 0; i < n / 2; ++i) {
+        A even{}, odd{};
+        for (int k = 0; k < K; ++k) {
+          const uint32_t two = reinterpret_cast<const Pair*>(s[k])[i];
+          const A low = std::bit_cast<float>(two << 16), high = std::bit_cast<float>(two & 0xffff0000u);
+          even = k == 0 ? v[k] * low : even + v[k] * low;
+          odd = k == 0 ? v[k] * high : odd + v[k] * high;
+        }
+        if constexpr (kAdd) even += base[2 * i], odd += base[2 * i + 1];
+        out[2 * i] = store<Dst>(even);
+        out[2 * i + 1] = store<Dst>(odd);
+      }
+      if (n % 2) at(n - 1);
+    } else if constexpr (kBlocks) {
       for (int64_t b = 0; b < n; b += 16) {
 #pragma GCC ivdep
         for (int64_t i = 0; i < 16; ++i) at(b + i);
