@@ -1,5 +1,5 @@
 // Sums of taps times pixels, and transposes: the loops that filtered_lrelu spends its time in. No `#pragma once`:
-// cpu.cpp includes this once for each instruction set, in a namespace of its own, with PIXFUSE_TARGET and kBytes, the
+// pixels.h includes this once for each instruction set, in a namespace of its own, with PIXFUSE_TARGET and kBytes, the
 // size of a register. (PIXFUSE_CLONES is not for functions on vector types: GCC lowers these before it clones.)
 
 // For `columns` pixels at a time, all lanes of a register in turn: up to two sums of the same pixels, so that a load
