@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import inspect
 import math
+import numbers
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -13,6 +14,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
@@ -292,3 +294,92 @@ def test_a_remembered_function_looks_like_itself() -> None:
         pixfuse.bias_act()  # type: ignore[call-arg]
     with pytest.raises(TypeError, match=r"unexpected keyword argument 'slope'"):
         pixfuse.bias_act(_image(), slope=1)  # type: ignore[call-arg]
+
+
+# --- what a fresh tester found ------------------------------------------------------------------------------------
+
+
+def test_zeros_of_both_signs() -> None:
+    x = torch.ones(1, 1, 1, 2)
+    for function in (
+        lambda g: pixfuse.bias_act(x, act="relu", gain=g),
+        lambda g: pixfuse.upfirdn2d(x, None, gain=g),
+        lambda g: pixfuse.upsample_nearest(x, 2, gain=g),
+    ):
+        for _ in range(3):
+            assert not torch.signbit(function(0.0)).any()
+        for _ in range(3):
+            assert torch.signbit(function(-0.0)).all()
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: pixfuse.bias_act(None),
+        lambda: pixfuse.bias_act(torch.ones(1, 1), act=["relu"]),
+        lambda: pixfuse.upsample_nearest(torch.ones(1, 1, 2), True),
+        lambda: pixfuse.upfirdn2d(torch.ones(1, 1, 2, 2), None, padding=range(4)),
+    ],
+)
+def test_errors_are_no_consequence_of_others(call: Callable[[], Tensor]) -> None:
+    with pytest.raises((TypeError, ValueError)) as caught:
+        call()
+    assert caught.value.__context__ is None
+
+
+def test_a_default_device_watches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.ones(1, 2, 3)
+    with torch.device("cpu"):
+        for _ in range(3):
+            pixfuse.upsample_nearest(x, 2)
+        monkeypatch.setattr(library.OPS["upsample_nearest"], "_call_first", None)
+        monkeypatch.setattr(calls, "_learn", None)
+        assert pixfuse.upsample_nearest(x, 2).shape == (1, 2, 6)
+
+
+def test_options_of_other_classes_are_never_known() -> None:
+    class Knob:
+        value = 2.0
+
+        def __float__(self) -> float:
+            return self.value
+
+    numbers.Real.register(Knob)
+    x, gain = torch.ones(1, 1, 1, 2), Knob()
+    for gain.value in (2.0, 2.0, 2.0, 5.0):
+        assert pixfuse.bias_act(x, act="relu", gain=gain).max() == gain.value  # type: ignore[arg-type]
+
+
+def test_nodes_of_the_graph_share_nothing_that_changes() -> None:
+    x = torch.ones(1, 1, 2, 2, requires_grad=True)
+    for _ in range(3):
+        y = pixfuse.upsample_nearest(x, [2, 3])
+    assert isinstance(y.grad_fn.scale, tuple)  # type: ignore[union-attr]
+
+
+def test_profilers_tell_the_functions_apart() -> None:
+    codes = {inspect.unwrap(f, stop=lambda g: "<pixfuse" in g.__code__.co_filename).__code__ for f in PUBLIC}
+    assert {(code.co_name, code.co_filename) for code in codes} == {
+        (f.__name__, f"<pixfuse {f.__name__} of {f.__module__}>") for f in PUBLIC
+    }
+
+
+PUBLIC = (pixfuse.bias_act, pixfuse.group_norm, pixfuse.upfirdn2d, pixfuse.interpolate, pixfuse.filtered_lrelu)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@every_call
+def test_second_order_below_saved_tensor_hooks(call: Callable[[Tensor], Tensor], reentrant: bool) -> None:
+    """Where a derivative is the reference's, it is computed by autograd, which hooks and checkpoints see into."""
+
+    def curvature(run: Callable[[Tensor], Tensor]) -> Tensor:
+        x = _image(dtype=torch.float64).requires_grad_()
+        (dx,) = torch.autograd.grad(run(x).sin().sum(), x, create_graph=True)
+        return torch.autograd.grad(dx.square().sum(), x)[0]
+
+    if reentrant:
+        with torch.autograd.graph.save_on_cpu():
+            got = curvature(call)
+    else:
+        got = curvature(lambda x: torch.utils.checkpoint.checkpoint(call, x, use_reentrant=False))
+    torch.testing.assert_close(got, curvature(call))

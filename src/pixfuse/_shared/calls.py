@@ -12,19 +12,23 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import linecache
 import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
+from torch.utils._device import DeviceContext
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-_LARGEST, _ALIKE = 4096, 4  # descriptions, and calls of one description that differ in their tensors
+_LARGEST, _ALIKE = 4096, 8  # descriptions, and calls of one description that differ in their tensors
 
 TENSOR, OPTIONAL_TENSOR, NUMBERS, OPTION = range(4)  # kinds of parameters; numbers are a number or a sequence of them
 _NONE = object()
-_ABSENT = [torch.empty(0, device="cpu") for _ in range(6)]  # stand for None; a guard wants no tensor twice
+_ABSENT = [
+    torch.empty(0, dtype=torch.float32, device="cpu") for _ in range(6)
+]  # stand for None; a guard wants no tensor twice
 
 
 class Parameter(NamedTuple):
@@ -72,18 +76,41 @@ def forget() -> None:
     TABLE.clear()
 
 
+_PLAIN = frozenset((int, float, bool, str, type(None)))
+
+
 def described(value: Any) -> Hashable:
     """A number or a sequence of numbers with the types of its elements; TypeError for what may equal anything."""
     kind = value.__class__
     if kind is list or kind is tuple:
-        return (*value, *[v.__class__ for v in value])
-    if kind is int or kind is float or value is None or kind is torch.Size:
-        return value
+        kinds = [v.__class__ for v in value]
+        if not _PLAIN.issuperset(kinds):
+            raise TypeError
+        return (*map(repr, value), *kinds) if float in kinds else (*value, *kinds)
+    if kind is float and value == 0:
+        return repr(value)  # -0.0 == 0.0
+    if kind in _PLAIN or kind is torch.Size:
+        return cast(Hashable, value)
     raise TypeError
 
 
+def _function_modes() -> bool:
+    """Whether a mode watches functions; those that only say where new tensors go do not count."""
+    return any(
+        type(torch._C._get_function_stack_at(i)) is not DeviceContext
+        for i in range(torch._C._len_torch_function_stack())
+    )
+
+
+def watched() -> bool:
+    """Whether a mode or the profiler asks to see every operator."""
+    return bool(
+        torch._C._len_torch_dispatch_stack() > 0 or _function_modes() or torch.autograd.profiler._is_profiler_enabled
+    )
+
+
 def remembering(
-    function: Callable[..., Any], parameters: Sequence[Parameter], result: str = "", before: str = ""
+    function: Callable[..., Any], name: str, parameters: Sequence[Parameter], result: str = "", before: str = ""
 ) -> Callable[..., Any]:
     """``function``, which checks its arguments and calls one op, as one that takes a microsecond for known calls.
 
@@ -91,6 +118,7 @@ def remembering(
 
     Args:
         function: calls the op with its own tensors, in their order.
+        name: what profilers and tracebacks call it.
         parameters: its parameters.
         result: ``"[0]"`` where it returns the first of the op's results.
         before: ``"self, "`` for a method.
@@ -107,44 +135,53 @@ def remembering(
             tensors.append(p.name)
             key.append(f"{p.name} is None")
         else:
-            value = f"{p.name} if {p.name}.__class__ is int else described({p.name})"
-            key += [value if p.kind == NUMBERS else p.name, f"{p.name}.__class__"]
+            kind = f"{p.name}.__class__"
+            plain = f"{kind} is int" if p.kind == NUMBERS else f"{kind} in plain and ({p.name} or {kind} is not float)"
+            key += [f"{p.name} if {plain} else described({p.name})", kind]
     everything = ", ".join(names)
     source = f"""
-def make(function, learn, compiling, described, grad, modes, function_modes, unknown, profiler, forward_ad, notes,
-         table, defaults, absent):
+def make(function, learn, compiling, plain, described, grad, modes, function_modes, watched, unknown, profiler,
+         forward_ad, notes, table, defaults, absent):
     {"".join(f"default_{p.name} = defaults[{i}]; " for i, p in enumerate(parameters))}
     {"".join(f"absent_{i} = absent[{i}]; " for i in range(len(_ABSENT)))}
-    def call({before}{", ".join(p.name if p.default is _NONE else f"{p.name}=default_{p.name}" for p in parameters)}):
+    def {name}({before}{", ".join(p.name if p.default is _NONE else f"{p.name}=default_{p.name}" for p in parameters)}):
         if compiling():
             return function({everything})
         try:
             key = (function, {", ".join(key)})
             found = table.get(key)
-        except (AttributeError, TypeError):
+        except Exception:
+            key = None
+        if key is None:
             return function({everything})
         if found is not None:
             for check, run, options in found:
                 if (
                     check({", ".join(checked)})
-                    and not (modes() or function_modes() or unknown or profiler._is_profiler_enabled)
+                    and not (modes() or unknown or profiler._is_profiler_enabled or (function_modes() and watched()))
                     and forward_ad._current_level < 0
                     and notes.calls is None
                 ):
                     return run({", ".join(tensors)}, *options){result}
         return learn(key, ({", ".join(tensors)},), function, ({everything},), {bool(result)})
-    return call
+    return {name}
 """
     made: dict[str, Any] = {}
-    exec(source, function.__globals__, made)  # it belongs to the function's module, where doctest looks for it
+    file = f"<pixfuse {name} of {function.__module__}>"
+    linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)  # what tracebacks show
+    exec(
+        compile(source, file, "exec"), function.__globals__, made
+    )  # it belongs to the function's module, where doctest looks for it
     call = made["make"](
         function=function,
         learn=_learn,
         compiling=torch.compiler.is_dynamo_compiling,
+        plain=_PLAIN,
         described=described,
         grad=torch.is_grad_enabled,
         modes=torch._C._len_torch_dispatch_stack,
         function_modes=torch._C._len_torch_function_stack,
+        watched=watched,
         unknown=_unknown,
         profiler=torch.autograd.profiler,
         forward_ad=torch.autograd.forward_ad,
@@ -169,7 +206,7 @@ def remembered(result: str = "") -> Callable[[F], F]:
             )
             for p in inspect.signature(function).parameters.values()
         ]
-        return cast(F, remembering(function, parameters, result))
+        return cast(F, remembering(function, function.__name__, parameters, result))
 
     return decorate
 
@@ -178,6 +215,8 @@ def _learn(
     key: Hashable, tensors: Sequence[Any], function: Callable[..., Any], args: Sequence[Any], first: bool
 ) -> Any:
     """The call the long way; if it is not the first with this ``key``, and one op on ``tensors``, it is remembered."""
+    if torch.compiler.is_dynamo_compiling():  # after a graph break it looks into every function that is called
+        return function(*args)
     if key not in TABLE or not _GUARDED:  # a guard takes 20 us to make, too long for a call that never comes again
         if len(TABLE) >= _LARGEST:
             TABLE.clear()
@@ -190,7 +229,7 @@ def _learn(
     finally:
         notes.calls = outer
     if outer is not None:
-        outer += calls
+        outer += calls[:2]  # more than one is as good as many
     if len(calls) == 1:
         its, run, options, output = calls[0]
         same = len(its) == len(tensors) and all(a is b for a, b in zip(its, tensors, strict=True))
@@ -200,11 +239,14 @@ def _learn(
 
 
 def _remember(key: Hashable, tensors: Sequence[Any], run: Callable[..., Any], options: Sequence[Any]) -> None:
+    if torch.compiler.is_dynamo_compiling():
+        return
     given = [absent if t is None else t for t, absent in zip(tensors, _ABSENT, strict=False)]
     known = TABLE.get(key, ())
     if any(k.check(*given) for k in known):
         return
-    TABLE[key] = (*known, Known(_guard(given), run, tuple(options)))[-_ALIKE:]
+    fixed = tuple(tuple(o) if o.__class__ is list else o for o in options)  # every graph's node refers to them
+    TABLE[key] = (*known, Known(_guard(given), run, fixed))[-_ALIKE:]
 
 
 def _guard(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
@@ -222,10 +264,10 @@ def _guard(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
 
 def _guards_work() -> bool:
     """Whether this PyTorch has such guards: they are not part of its public interface. Without, no call is known."""
-    a, b, c = torch.empty(2, 3), torch.empty(3), torch.empty(3, 2).t()
+    a, b, c = (torch.empty(n, dtype=torch.float32, device="cpu") for n in ((2, 3), (3,), (3, 2)))
     try:
         check = _guard([a, b])
-        return check(a, b) and not check(c, b) and not check(a, b.double())
+        return check(a, b) and not check(c.t(), b) and not check(a, b.double())
     except Exception:
         return False
 

@@ -61,7 +61,7 @@ class Op:
         self._record = torch._C._FunctionBase.__dict__["apply"].__get__(None, recorded)
         self.sharding = sharding
         self.room = room
-        type(self).__call__ = calls.remembering(self._call_first, parameters, before="self, ")  # type: ignore[method-assign]
+        type(self).__call__ = calls.remembering(self._call_first, name, parameters, before="self, ")  # type: ignore[method-assign]
 
     def __call__(self, *args: Any) -> Any:
         """The op's results for its arguments by position."""
@@ -142,18 +142,12 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 _CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 _ORDINARY = {"cpu": _ordinary("CPU"), "cuda": _ordinary("CUDA")}  # what calls past the dispatcher need not look at
 _forward_ad = torch.autograd.forward_ad
-_profiler = torch.autograd.profiler
 _peek_interpreter_stack = torch._C._functorch.peek_interpreter_stack
 
 
 def _watched() -> bool:
     """Whether a mode, the profiler or the tracer asks to see every operator: then calls go by the dispatcher."""
-    return (
-        torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._len_torch_function_stack() > 0
-        or _profiler._is_profiler_enabled
-        or torch._C._get_tracing_state() is not None
-    )
+    return calls.watched() or torch._C._get_tracing_state() is not None
 
 
 _by_definition = False
@@ -303,13 +297,17 @@ def differentiate(reference: Callable[..., Any]) -> dict[str, Any]:
         if not wanted or not given:
             return (None,) * len(inputs)
 
-        vjp = _vjp(reference, inputs, wanted, given)
-        found = dict(zip(wanted, vjp(tuple(grads[i] for i in given)), strict=True))
+        outputs = _outputs(reference, inputs, wanted, given)
+        eager = _peek_interpreter_stack() is None and _forward_ad._current_level < 0
+        pull = _pulled_back if eager else _pulled_back_by_func
+        values = pull(outputs, [inputs[i] for i in wanted], [g for g in grads if g is not None])
+        found = dict(zip(wanted, values, strict=True))
         return tuple(found.get(i) for i in range(len(inputs)))
 
     def jvp(tangents: tuple[Tensor | None, ...], args: list[Any], outputs: list[Tensor]) -> Any:
         moved = [i for i, t in enumerate(tangents) if t is not None]
-        vjp = _vjp(reference, args, moved, range(len(outputs)))
+        function = _outputs(reference, args, moved, range(len(outputs)))
+        vjp = torch.func.vjp(function, *(args[i] for i in moved))[1]
         # The vjp is linear, and its transpose is the jvp: torch.func.jvp doesn't work inside a dual level.
         zeros = tuple(map(torch.zeros_like, outputs))
         found = torch.func.vjp(lambda *u: vjp(u), *zeros)[1](tuple(tangents[i] for i in moved))
@@ -318,10 +316,10 @@ def differentiate(reference: Callable[..., Any]) -> dict[str, Any]:
     return {"setup_context": setup_context, "backward": backward, "jvp": jvp}
 
 
-def _vjp(
+def _outputs(
     reference: Callable[..., Any], args: Sequence[Any], wanted: Sequence[int], given: Sequence[int]
-) -> Callable[..., Any]:
-    """The vjp of ``reference`` from its outputs ``given`` to its arguments ``wanted``."""
+) -> Callable[..., tuple[Tensor, ...]]:
+    """``reference`` as a function of its arguments ``wanted``, with its outputs ``given``."""
 
     def outputs(*primals: Tensor) -> tuple[Tensor, ...]:
         full = list(args)
@@ -331,8 +329,28 @@ def _vjp(
         result = (result,) if isinstance(result, Tensor) else result
         return tuple(result[i] for i in given)
 
-    vjp: Callable[..., Any] = torch.func.vjp(outputs, *(args[i] for i in wanted))[1]
-    return vjp
+    return outputs
+
+
+_Outputs = Callable[..., tuple[Tensor, ...]]
+
+
+def _pulled_back(function: _Outputs, args: Sequence[Tensor], grads: Sequence[Tensor]) -> Sequence[Tensor]:
+    """The vjp of ``function`` at ``args``, which may itself be recorded."""
+    with torch.enable_grad():
+        leaves = [a.view_as(a) if a.requires_grad else a.detach().requires_grad_() for a in args]
+        pairs = [(y, g) for y, g in zip(function(*leaves), grads, strict=True) if y.requires_grad]
+    if not pairs:
+        return [torch.zeros_like(a) for a in args]
+    ys, gs = zip(*pairs, strict=True)
+    found = torch.autograd.grad(ys, leaves, gs, create_graph=torch.is_grad_enabled(), materialize_grads=True)
+    return found
+
+
+def _pulled_back_by_func(function: _Outputs, args: Sequence[Tensor], grads: Sequence[Tensor]) -> Sequence[Tensor]:
+    """The same inside of transforms and dual levels, where saved-tensor hooks are not."""
+    found: Sequence[Tensor] = torch.func.vjp(function, *args)[1](tuple(grads))
+    return found
 
 
 def _without_autocast(reference: Callable[..., Any]) -> Callable[..., Any]:

@@ -116,6 +116,8 @@ def _check_tensors(op: str, x: Any, b: Any, dim: Any) -> None:
     checks.integer(op, "dim", dim)
     if b is None:
         return
+    if x.dim() == 0:
+        checks.refuse(op, "b", "be None for an x without dimensions", b)
     if not 0 <= dim < x.dim():
         checks.refuse(op, "dim", f"be from 0 to {x.dim() - 1} (x is {x.dim()}-D)", dim)
     checks.vector(op, "b", b, x.shape[dim], "the size of x along dim", x)
