@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import copy
+import functools
 import pickle
 from typing import Any
 
@@ -583,6 +585,143 @@ def test_quantised_subclasses_and_replaced_forwards(monkeypatch: pytest.MonkeyPa
     assert report.left["1"] == "GroupNorm: quantised"
     assert report.left["2"] == "GroupNorm: its forward was replaced"
     assert report.left["3"] == "Upsample: the forward of its class was replaced"
+    assert classes(model) == kinds
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "left"),
+    [
+        (nn.GroupNorm, "forward", {"0": "GroupNorm: the forward of its class was replaced"}),
+        (nn.GroupNorm, "__call__", {"0": "GroupNorm: the forward of its class was replaced"}),
+        (F, "group_norm", {"0": "GroupNorm: F.group_norm was replaced"}),
+        (nn.SiLU, "forward", {"1": "SiLU: not fused: the forward of its class was replaced"}),
+        (F, "silu", {"1": "SiLU: not fused: F.silu was replaced"}),
+        (F, "interpolate", {"2": "Upsample: F.interpolate was replaced"}),
+    ],
+)
+def test_what_was_replaced_in_pytorch(
+    owner: Any, name: str, left: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = getattr(owner, name)
+    model = nn.Sequential(nn.GroupNorm(2, 8), nn.SiLU(), nn.Upsample(scale_factor=2))
+    later = copy.deepcopy(model)
+    pixfuse.patch(later)
+    with monkeypatch.context() as patcher:
+        patcher.setattr(owner, name, functools.wraps(old)(lambda *args, **kwargs: old(*args, **kwargs) * 2))
+        assert agree(model, X).left == left
+        if owner is not nn.GroupNorm:  # whose forward a patched layer has replaced
+            torch.testing.assert_close(later(X), model(X))
+
+
+@pytest.mark.parametrize("name", ["forward", "__call__"])
+def test_a_class_on_top(name: str) -> None:
+    model = nn.Sequential(nn.GroupNorm(2, 8), nn.SiLU())
+    pixfuse.patch(model)
+    kind: Any = type(model[0])
+    loud = type("Loud", (kind,), {name: lambda self, x: getattr(kind, name)(self, x) * 0})
+    object.__setattr__(model[0], "__class__", loud)
+    assert not model(X).any()
+
+
+def tied(model: Any) -> Any:
+    model[1].weight.data = model[0].weight.data
+    return model[1].weight
+
+
+def flat(model: Any) -> Any:
+    vector = torch.cat([p.detach().flatten() for p in model.parameters()])
+    nn.utils.vector_to_parameters(vector, model.parameters())
+    return vector
+
+
+def held(model: Any) -> Any:
+    model.view = model[0].weight.detach()[1:]
+    return model.view
+
+
+def expanded(model: Any) -> Any:
+    model[0].weight.data = torch.ones(1, 1, 1, 1).expand(8, 8, 3, 3)
+    return model[0].weight
+
+
+SHARING = {tied: 2, flat: 2, held: 1, expanded: 1, lambda m: m.share_memory()[0].weight: 2}
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("share", SHARING)
+def test_memory_that_is_shared(share: Any, when: str) -> None:
+    model = nn.Sequential(nn.Conv2d(8, 8, 3), nn.Conv2d(8, 8, 3), nn.GroupNorm(2, 8))
+    if when == "after":
+        pixfuse.patch(model, channels_last=True)
+    other, shared = share(model), model[0].weight.is_shared()
+    if when == "before":
+        report = pixfuse.patch(model, channels_last=True)
+        assert list(report.left.values()) == ["keeps its layout: its memory is shared"] * SHARING[share]
+    pixfuse.unpatch(model)
+    assert model[0].weight.is_shared() == shared
+    model[0].weight.data[-1:, -1:, -1:, -1:] = 7
+    assert 7 in other
+    assert type(model[2]) is nn.GroupNorm
+
+
+def test_another_weight_since() -> None:
+    model = nn.Sequential(nn.Conv2d(8, 8, 3), nn.GroupNorm(2, 8))
+    pixfuse.patch(model, channels_last=True)
+    model[0].weight = nn.Parameter(torch.randn(8, 16, 3, 3))
+    before = model[0].weight.clone()
+    pixfuse.unpatch(model)
+    assert torch.equal(model[0].weight, before)
+
+
+def test_unpatch_is_all_or_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(nn.Conv2d(8, 8, 3), nn.Conv2d(8, 8, 3), nn.GroupNorm(2, 8), nn.SiLU())
+    pixfuse.patch(model, channels_last=True)
+    before, kinds = state(model), classes(model)
+    restride = pixfuse.patching._restride
+
+    def fails(tensor: Tensor, stride: Any) -> None:
+        if tensor is model[1].weight and stride != before["1.weight"][2]:
+            raise MemoryError
+        restride(tensor, stride)
+
+    with monkeypatch.context() as patcher:
+        patcher.setattr(pixfuse.patching, "_restride", fails)
+        with pytest.raises(MemoryError):
+            pixfuse.unpatch(model)
+    assert classes(model) == kinds
+    same(state(model), before, pointers=False)
+    assert pixfuse.unpatch(model) == ["(the model)", "2"]
+
+
+def test_what_a_model_says_of_itself() -> None:
+    class Talking(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(nn.GroupNorm(2, 8), nn.SiLU())
+
+        def __getattr__(self, name: str) -> Any:
+            return vars(self)["_modules"].get(name, lambda *args: self)
+
+        def named_modules(self, *args: Any, **kwargs: Any) -> Any:
+            yield "", self
+
+        modules = children = named_parameters = get_submodule = named_modules
+
+    model = nn.Sequential(Talking())
+    assert list(pixfuse.patch(model).replaced) == ["0.layers", "0.layers.0"]
+    assert pixfuse.unpatch(model) == ["0.layers", "0.layers.0"]
+
+
+def test_threads() -> None:
+    def both(model: nn.Module) -> None:
+        for _ in range(10):
+            pixfuse.patch(model, channels_last=True)
+            pixfuse.unpatch(model)
+
+    model = net()
+    kinds = classes(model)
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        list(pool.map(both, [model] * 4))
     assert classes(model) == kinds
 
 

@@ -51,7 +51,7 @@ class Statements(Parts):
         h = self.act(h)
         y = self.norm2(h)
         z = self.conv(F.silu(y))
-        with contextlib.nullcontext():
+        with contextlib.nullcontext(), torch.autocast("cpu", enabled=False):
             z = self.norm3(z)
             z = self.inplace(z)
         for norm in self.norms:
@@ -128,6 +128,11 @@ class Unused(Parts):
             h = self.act(h)
         finally:
             y = h
+        with contextlib.suppress(ZeroDivisionError):
+            h = self.norm1(h)
+            h = self.act(h)
+        h = self.norm2(h)
+        y = y + h
         h = self.norm2(x)
         for _ in range(2):
             y = y + self.act(h)
@@ -214,7 +219,7 @@ def test_a_function_that_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
         patcher.setattr(F, "silu", lambda x, inplace=False: x * 0)
         with counted() as calls:
             model(X)
-    assert calls.count("silu") == 3  # those by attributes
+    assert calls.count("silu") == 1  # the one by an attribute; nn.SiLU runs what is there
 
 
 def run(source: str, name: str = "<from a string>", keep: bool = True) -> Any:
@@ -346,6 +351,108 @@ def test_classes_that_say_how_to_make_them() -> None:
         for other in (copy.copy(model), copy.deepcopy(model)):
             assert type(other) is type(model)
             assert torch.equal(other(X), model(X))
+
+
+class Remade(Nested):
+    def __new__(cls, *args: Any) -> Any:
+        return super().__new__(cls)
+
+    def __getnewargs__(self) -> tuple[int]:
+        return (8,)
+
+
+class Reduced(Nested):
+    def __reduce__(self) -> Any:
+        return self.__class__, (), vars(self)
+
+
+class Rebuilt(Nested):
+    def __reduce__(self) -> Any:
+        return build, (3, type(self)), vars(self)
+
+
+def build(number: int, cls: Any) -> Any:
+    assert cls is Rebuilt
+    return cls()
+
+
+@pytest.mark.parametrize("make", [Remade, Reduced, Rebuilt])
+def test_classes_that_say_how_to_pickle_them(make: Any) -> None:
+    model = make()
+    assert "(the model)" in pixfuse.patch(model).replaced
+    for other in (copy.copy(model), copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert type(other) is type(model)
+        assert torch.equal(other(X), model(X))
+
+
+ASKING = [  # (what counts the calls, whether that sees another class)
+    ("type(self).calls += 1", True),
+    ("self.__class__.calls = self.calls + 1", True),
+    ("setattr(type(self), 'calls', self.calls + 1)", True),
+    ("kind = type(self)\nkind.calls += 1", True),
+    ("super(self.__class__, self).count()", True),
+    ("super(type(self), self).count()", True),
+    ("if type(self) is Model: Model.calls += 1", True),
+    ("self.bump()", True),
+    ("type(self).__bases__[0].count(self)", True),
+    ("super().count()", False),
+    ("Model.calls += len(type(self).one) * len(self.__class__.one)", False),
+    ("x = type(self)().calls\nModel.calls += type(x) is int", False),
+]
+
+
+@pytest.mark.parametrize(("line", "asks"), ASKING)
+def test_code_that_would_see_another_class(line: str, asks: bool) -> None:
+    source = f"""
+class Base(Parts):
+    calls, one = 0, "1"
+    def count(self):
+        Model.calls += 1
+
+class Model(Base):
+    def count(self):
+{textwrap.indent(line, " " * 8)}
+    def forward(self, x):
+        self.count()
+        return F.silu(self.norm1(x))
+"""
+    if "bump" in line:
+        source += "    @classmethod\n    def bump(cls): cls.calls += 1\n"
+    kind = run(source)
+    report = agree(kind(), X)
+    name = "bump" if "bump" in line else "count"
+    left = {"(the model)": f"Model: as before: {name} would see another type(self)"} if asks else {}
+    assert report.left == left
+    kind.calls, model = 0, kind()
+    pixfuse.patch(model)
+    model(X)
+    assert kind.calls == model.calls == 1
+
+
+def test_what_decorators_and_closures_hold() -> None:
+    class Model(Parts):
+        @functools.wraps(nn.Conv2d)
+        def silu(self, *args: Any) -> Any:
+            return F.silu(*args)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.act(self.norm1(x)) * later
+
+        async def co(self, x: Tensor) -> Tensor:
+            h = self.norm1(x)
+            h = self.act(h)
+            return h
+
+    model = Model()
+    pixfuse.patch(model)
+    later = 2
+    with counted() as calls:
+        expected = 2 * F.silu(model.norm1(X))
+        torch.testing.assert_close(model(X), expected)
+        with pytest.raises(StopIteration) as result:
+            model.co(X).send(None)
+        torch.testing.assert_close(2 * result.value.value, expected)
+    assert calls == [None, "silu", "silu"]
 
 
 def test_what_looks_like_a_layer() -> None:

@@ -13,6 +13,7 @@ would have to hold the object, and would run the original's weights from every s
 # Without "from __future__ import annotations": torch.fx puts annotations of forward, as they are, into its graphs.
 
 import abc
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -26,7 +27,7 @@ from .group_norm import group_norm
 from .upfirdn2d import upfirdn2d
 from .upsample import interpolate, upsample_nearest
 
-_silu, _interpolate = F.silu, F.interpolate  # PyTorch's own, whatever F has later
+_silu, _interpolate, _group_norm = (_rewrite.OWN[name] for name in ("silu", "interpolate", "group_norm"))
 
 
 class Patched:
@@ -39,9 +40,11 @@ class Patched:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         made = super().__reduce_ex__(max(protocol, 2))
-        if isinstance(made, tuple) and made[1][:1] == (type(self),):  # a maker of objects, and the class as its first
-            return (_remade, (self._pixfuse_made_of, made[0], made[1][1:]), *made[2:])
-        return made
+        if not isinstance(made, tuple) or all(part is not type(self) for part in (made[0], *made[1])):
+            return made
+        made_of = self._pixfuse_made_of
+        maker, *args = (made_of[0] if part is type(self) else part for part in (made[0], *made[1]))
+        return (_remade, (made_of, maker, tuple(args)), *made[2:])
 
     def __prepare_scriptable__(self) -> NoReturn:
         raise RuntimeError(
@@ -59,13 +62,15 @@ class _GroupNorm(Patched):
 class _Upsample(Patched):
     def forward(self, input: Tensor) -> Tensor:
         me: Any = self
+        if F.interpolate is not _interpolate:
+            return super().forward(input)  # type: ignore[misc]
         return resize(input, me.size, me.scale_factor, me.mode, me.align_corners, me.recompute_scale_factor)
 
 
 class _AvgPool2d(Patched):
     def forward(self, input: Tensor) -> Tensor:
         image = input.is_floating_point() and input.dim() in (3, 4) and input.shape[-1] > 1 < input.shape[-2]
-        if image and pools_by_two(self):
+        if image and pools_by_two(self) and F.avg_pool2d is _rewrite.OWN["avg_pool2d"]:
             return halve(input)
         return super().forward(input)  # type: ignore[misc]
 
@@ -91,12 +96,25 @@ LAYERS: dict[Any, type[Patched]] = {nn.GroupNorm: _GroupNorm, nn.Upsample: _Upsa
 def is_sequential(cls: type) -> bool:
     """Whether a class runs its layers one after the other, and does nothing else."""
     same = (getattr(cls, name, None) is getattr(nn.Sequential, name) for name in ("forward", "__iter__"))
-    return all(same) and is_pytorchs(nn.Sequential)
+    return all(same) and replaced(nn.Sequential) is None
 
 
-def is_pytorchs(cls: type[nn.Module]) -> bool:
-    """Whether a class of PyTorch has the forward that it came with."""
-    return cls.forward.__module__ == cls.__module__
+_FUNCTIONS: dict[Any, str] = {
+    nn.GroupNorm: "group_norm",
+    nn.Upsample: "interpolate",
+    nn.AvgPool2d: "avg_pool2d",
+    nn.SiLU: "silu",
+}
+_FORWARDS: dict[Any, Any] = {kind: kind.forward for kind in [*_FUNCTIONS, nn.Sequential]}
+
+
+def replaced(cls: Any) -> str | None:
+    """What a class of PyTorch no longer has of what it came with."""
+    forward, name = _FORWARDS[cls], _FUNCTIONS.get(cls)
+    ours = getattr(forward, "__globals__", None) is vars(sys.modules[cls.__module__])
+    if cls.forward is not forward or not ours or cls.__call__ is not nn.Module.__call__:
+        return "the forward of its class was replaced"
+    return f"F.{name} was replaced" if name and getattr(F, name) is not _rewrite.OWN[name] else None
 
 
 def pools_by_two(pool: Any) -> bool:
@@ -141,7 +159,10 @@ def original_of(cls: type) -> type[nn.Module] | None:
 
 def _remade(made_of: Any, maker: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     """An object without its state, of the original class where its source has not come along."""
-    return maker(patched_class(*made_of) or made_of[0], *args)
+    made, cls = maker(*args), patched_class(*made_of)
+    if cls is not None and type(made) is made_of[0]:
+        object.__setattr__(made, "__class__", cls)
+    return made
 
 
 # --- calls ----------------------------------------------------------------------------------------------------
@@ -160,11 +181,21 @@ def watched(module: Any) -> bool:
 
 
 def _is_norm(f: Any) -> bool:
-    return issubclass(type(f), _GroupNorm) and not watched(f) and not nn.modules.module._has_any_global_hook()
+    ours = issubclass(type(f), _GroupNorm) and _runs(f, _GroupNorm.forward)
+    return ours and not nn.modules.module._has_any_global_hook()
 
 
 def _is_silu(f: Any) -> bool:
-    return f is _silu or (type(f) is nn.SiLU and not watched(f))
+    return f is _silu or (type(f) is nn.SiLU and F.silu is _silu and _runs(f, _silu_forward))
+
+
+def _runs(f: Any, forward: Any) -> bool:
+    """Whether a call of a module runs a forward, and nothing else."""
+    kind: Any = type(f)
+    return kind.forward is forward and kind.__call__ is nn.Module.__call__ and not watched(f)
+
+
+_silu_forward = _FORWARDS[nn.SiLU]
 
 
 def _both(norm: Any, x: Tensor) -> Tensor:
@@ -199,7 +230,8 @@ def normalise(
     x: Tensor, num_groups: int, weight: Tensor | None, bias: Tensor | None, eps: float, act: str | None
 ) -> Tensor:
     """``torch.nn.functional.group_norm``, and SiLU if asked for."""
-    if x.dim() > 5 or x.numel() <= num_groups:  # what the op does not take, or PyTorch refuses: one value a group
+    known = F.group_norm is _group_norm
+    if x.dim() > 5 or x.numel() <= num_groups or not known:  # PyTorch refuses one value a group, the op six dimensions
         y = F.group_norm(x, num_groups, weight, bias, eps)
         return y if act is None else _silu(y)
     return group_norm(x, num_groups, weight, bias, eps, act)

@@ -15,7 +15,9 @@ The source counts only where it compiles to the very code of the method.
 from __future__ import annotations
 
 import ast
+import contextlib
 import copy
+import dis
 import functools
 import inspect
 import itertools
@@ -26,10 +28,32 @@ from collections.abc import Callable, Iterator
 from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
+import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
 RESIZING = ("Upsample2D",)  # of diffusers
+_PASSING = (  # contexts that let every exception through
+    contextlib.nullcontext,
+    torch.no_grad,
+    torch.enable_grad,
+    torch.set_grad_enabled,
+    torch.inference_mode,
+    torch.autocast,
+)
+
+
+def _own(name: str) -> Any:
+    """A function of PyTorch, whatever F has later; what nothing is if it was replaced already."""
+    function = getattr(F, name)
+    return function if getattr(function, "__globals__", vars(F)) is vars(F) else object()
+
+
+OWN = {name: _own(name) for name in ("silu", "group_norm", "interpolate", "avg_pool2d")}
+
+
+_OF_A_CLASS = ("__base__", "__bases__", "__mro__", "mro", "__dict__")
+_Def = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 class Calls(NamedTuple):
@@ -91,30 +115,79 @@ def _candidates(cls: type, acts: tuple[str, ...]) -> Iterator[tuple[str, Functio
                 continue
             inner = _layers(method)[-1]
             names = {n for code in _codes(inner.__code__) for n in (*code.co_names, *code.co_freevars)}
-            if names & words or any(inner.__globals__.get(n) is F.silu for n in names):
+            if names & words or any(inner.__globals__.get(n) is OWN["silu"] for n in names):
                 yield name, method
+
+
+def asking(cls: type) -> list[str]:
+    """The methods that would see, or change, that an object has another class.
+
+    They set what is of ``type(self)``, or do with it what is neither to read an attribute of it nor to call it.
+    """
+    owners = itertools.takewhile(lambda c: c is not nn.Module, cls.__mro__)
+    mine = [vars(c).items() for c in owners if c.__module__.partition(".")[0] not in ("torch", "builtins")]
+    methods = [(name, method) for name, method in itertools.chain(*mine) if not name.startswith("__reduce")]
+    return sorted({name for name, method in methods if any(map(_asks, _functions(method)))})
+
+
+def _functions(method: Any) -> Iterator[tuple[FunctionType, bool]]:
+    """The functions of what a class has under a name, and whether their first argument is the class."""
+    parts = [method]
+    if isinstance(method, (classmethod, staticmethod, property, functools.cached_property)):
+        parts = [getattr(method, name, None) for name in ("__func__", "fget", "fset", "fdel", "func")]
+    for part in parts:
+        if inspect.isfunction(part):
+            for function in _layers(part):
+                yield function, isinstance(method, classmethod)
+
+
+def _asks(method: tuple[FunctionType, bool]) -> bool:
+    function, of_class = method
+    code = function.__code__
+    names = {n for c in _codes(code) for n in c.co_names}
+    sets = of_class and any(i.opname in ("STORE_ATTR", "DELETE_ATTR") for c in _codes(code) for i in dis.Bytecode(c))
+    read = (
+        _parsed(function) if code.co_argcount and (sets or (not of_class and names & {"type", "__class__"})) else None
+    )
+    if read is None:
+        return False
+    me, nodes, fine = code.co_varnames[0], list(ast.walk(read[1])), set()
+    for node in nodes:
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load) and node.attr not in _OF_A_CLASS:
+            fine.add(node.value)
+        elif isinstance(node, ast.Call):
+            fine.add(node.func)
+    if of_class:
+        changed = (n.value for n in nodes if isinstance(n, ast.Attribute) and not isinstance(n.ctx, ast.Load))
+        return any(isinstance(n, ast.Name) and n.id == me for n in changed)
+    kinds = (f"{me}.__class__", f"type({me})")
+    found = (n for n in nodes if isinstance(n, (ast.Attribute, ast.Call)) and n not in fine)
+    return any(ast.unparse(n) in kinds for n in found)
 
 
 # --- source ---------------------------------------------------------------------------------------------------
 
 
-def _source(function: FunctionType) -> tuple[ast.Module, ast.FunctionDef] | None:
+def _source(function: FunctionType) -> tuple[ast.Module, _Def] | None:
     """A fresh syntax tree of a file and a function in it, within its decorators, if that is what runs."""
     *outer, function = _layers(function)
+    return None if "__wrapped__" in vars(function) or not all(map(_holds, outer)) else _parsed(function)
+
+
+def _parsed(function: FunctionType) -> tuple[ast.Module, _Def] | None:
+    """A fresh syntax tree of a file and a function in it, if it compiles to the very code."""
     code = function.__code__
-    if "__wrapped__" in vars(function) or not all(map(_holds, outer)):
-        return None
     text = "".join(linecache.getlines(code.co_filename, function.__globals__))
     if code not in _codes_of(text):
         return None
     tree = ast.parse(text)
     for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef) and node.name == code.co_name and _line(node) == code.co_firstlineno:
+        if isinstance(node, _Def) and node.name == code.co_name and _line(node) == code.co_firstlineno:
             return tree, node
     return None
 
 
-def _line(node: ast.FunctionDef) -> int:
+def _line(node: _Def) -> int:
     """Where a function starts, as its code counts."""
     return min([node.lineno, *(d.lineno for d in node.decorator_list)])
 
@@ -142,7 +215,7 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
             yield from _codes(constant)
 
 
-def _compiled(function: FunctionType, tree: ast.Module, node: ast.FunctionDef, calls: Calls) -> FunctionType:
+def _compiled(function: FunctionType, tree: ast.Module, node: _Def, calls: Calls) -> FunctionType:
     """The function of a changed node of a tree, in the place of ``function``."""
     cells = {f"_pixfuse_{name}": CellType(value) for name, value in calls._asdict().items()}
     scope = ast.parse(f"def _pixfuse_scope({', '.join(cells)}): pass").body[0]  # so that the names are free in it
@@ -166,9 +239,13 @@ def _like(function: FunctionType, code: CodeType, cells: dict[str, CellType]) ->
 
 
 def _cells(function: FunctionType) -> dict[str, CellType]:
-    """The variables of a function that other functions hold, but those that are not set."""
-    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-    return {name: cell for name, cell in cells if cell != CellType()}
+    """The variables of a function that other functions hold."""
+    return dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+
+
+def _values(function: FunctionType) -> dict[str, Any]:
+    """The values of these variables, but of those that are not set."""
+    return {name: cell.cell_contents for name, cell in _cells(function).items() if cell != CellType()}
 
 
 # --- decorators -----------------------------------------------------------------------------------------------
@@ -184,7 +261,7 @@ def _layers(function: FunctionType) -> list[FunctionType]:
 
 def _holds(function: FunctionType) -> list[str]:
     """The variables in which a decorator's function holds what it wraps."""
-    return [name for name, cell in _cells(function).items() if cell.cell_contents is vars(function)["__wrapped__"]]
+    return [name for name, value in _values(function).items() if value is vars(function)["__wrapped__"]]
 
 
 def _around(layers: list[FunctionType], new: FunctionType) -> FunctionType:
@@ -210,12 +287,11 @@ class _Swap(ast.NodeTransformer):
 class _Fuse(ast.NodeTransformer):
     """Rewrites one function, in place."""
 
-    def __init__(self, function: FunctionType, node: ast.FunctionDef, acts: tuple[str, ...], resizing: bool) -> None:
+    def __init__(self, function: FunctionType, node: _Def, acts: tuple[str, ...], resizing: bool) -> None:
         code = function.__code__
         self.node, self.acts, self.resizing = node, acts, resizing
         self.me = code.co_varnames[0] if code.co_argcount else None
-        cells = {name: cell.cell_contents for name, cell in _cells(function).items()}
-        self.known = ChainMap(cells, function.__globals__)
+        self.known = ChainMap(_values(function), function.__globals__)
         self.local = {*code.co_varnames, *code.co_cellvars}
         looks = {"locals", "vars", "eval", "exec", "_getframe"} & {n for c in _codes(code) for n in c.co_names}
         self.private = set() if looks else self.local - {*code.co_cellvars}
@@ -230,7 +306,7 @@ class _Fuse(ast.NodeTransformer):
         """What a dotted name stands for, if that is known without running anything."""
         root, *path = _dotted(node) or ("",)
         if root == self.me and path and path[0] in self.acts:
-            return F.silu if len(path) == 1 else None
+            return OWN["silu"] if len(path) == 1 else None
         found = None if root in self.local else self.known.get(root)
         for name in path:
             found = vars(found).get(name) if isinstance(found, ModuleType) else None
@@ -240,7 +316,7 @@ class _Fuse(ast.NodeTransformer):
         """Whether a node calls SiLU on one argument."""
         if not isinstance(node, ast.Call) or not _one(node, ("inplace",)):
             return False
-        return self.value(node.func) is F.silu
+        return self.value(node.func) is OWN["silu"]
 
     def visit_Call(self, node: ast.Call) -> ast.Call:
         self.generic_visit(node)
@@ -248,7 +324,7 @@ class _Fuse(ast.NodeTransformer):
         if isinstance(inner, ast.Call) and _one(inner) and not self.is_silu(inner):
             self.note(inner)
             return _call("fused", node, node.func, inner.func, inner.args[0])
-        if self.resizing and self.value(node.func) is F.interpolate:
+        if self.resizing and self.value(node.func) is OWN["interpolate"]:
             self.resizes = True
             return _call("resized", node, node.func, *node.args)
         return node
@@ -261,7 +337,7 @@ class _Fuse(ast.NodeTransformer):
     # Statements
 
     def block(self, body: list[ast.stmt]) -> list[ast.stmt]:
-        """Steps 1 and 2 for a list of statements and those in it; not in a try, where h may be seen later."""
+        """Steps 1 and 2 for a list of statements and those in it; not where h may be seen after an exception."""
         done: list[ast.stmt] = []
         for statement in body:
             act, over = self.first(statement)
@@ -280,11 +356,15 @@ class _Fuse(ast.NodeTransformer):
                 _Swap(act, act.args[0]).visit(statement)
             done.append(statement)
         for statement in done:
-            if isinstance(statement, (ast.If, ast.For, ast.While, ast.With)):
+            if isinstance(statement, (ast.If, ast.For, ast.While)):
+                statement.body, statement.orelse = self.block(statement.body), self.block(statement.orelse)
+            elif isinstance(statement, ast.With) and all(self.passes(item.context_expr) for item in statement.items):
                 statement.body = self.block(statement.body)
-                if not isinstance(statement, ast.With):
-                    statement.orelse = self.block(statement.orelse)
         return done
+
+    def passes(self, context: ast.expr) -> bool:
+        """Whether a context is one that lets every exception through."""
+        return isinstance(context, ast.Call) and any(self.value(context.func) is known for known in _PASSING)
 
     def ends(self, statement: ast.stmt | None, name: str) -> bool:
         """Whether the last thing that a statement may do is ``name = g(x)``."""

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import threading
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,11 +20,12 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from . import _rewrite
-from ._layers import LAYERS, Patched, is_pytorchs, is_sequential, original_of, patched_class, pools_by_two, watched
+from ._layers import LAYERS, Patched, is_sequential, original_of, patched_class, pools_by_two, replaced, watched
 from ._shared import checks
 
 _BLOCKS = ("ResnetBlock2D", "Upsample2D", "Downsample2D")  # of diffusers
 _ROOT, _STRIDES = "(the model)", "_pixfuse_strides"
+_LOCK = threading.RLock()
 
 
 @dataclass
@@ -69,13 +72,14 @@ def patch(model: nn.Module, *, channels_last: bool | None = None) -> Report:
        average pooling in ``Downsample2D``. All else in them runs as it is.
 
     State dict, parameters, modes, devices and dtypes stay, and so do optimizers and references to modules. Layers with
-    hooks, shared, quantised, compiled and scripted ones, and subclasses, are left as they are. Nothing of the model is
-    run. Under autocast a patched GroupNorm keeps the dtype of its input (PyTorch's gives float32 on GPUs).
+    hooks, shared, quantised, compiled and scripted ones, subclasses, and what is not PyTorch's own any more are left as
+    they are; so are classes whose code would see that ``type(self)`` is another. Nothing of the model is run. Under
+    autocast a patched GroupNorm keeps the dtype of its input (PyTorch's gives float32 on GPUs).
 
     Args:
         model: the model; itself may be one of these modules.
         channels_last: bring 4-D and 5-D weights to channels_last (True) or contiguous (False) layout; what flows
-            through the model follows them. None leaves them.
+            through the model follows them. None leaves them. Weights that share their memory keep theirs.
 
     Returns:
         a printable report: what was replaced, what was left, and why.
@@ -95,11 +99,9 @@ def patch(model: nn.Module, *, channels_last: bool | None = None) -> Report:
     if channels_last is not None:
         checks.flag("patch", "channels_last", channels_last)
     report = Report(type(model).__name__)
-    plan = _Plan(model, report)
-    with contextlib.ExitStack() as undo:
-        for module, cls in plan.classes:
-            undo.callback(_set_class, module, type(module))
-            _set_class(module, cls)
+    with _LOCK, contextlib.ExitStack() as undo:
+        for module, cls in _Plan(model, report).classes:
+            _set_class(module, cls, undo)
         if channels_last is not None:
             _lay_out(model, channels_last, report, undo)
             report.layout = "channels_last" if channels_last else "contiguous"
@@ -127,18 +129,25 @@ def unpatch(model: nn.Module) -> list[str]:
         ['(the model)', '0']
     """
     _check_model("unpatch", model)
-    originals = {path: original_of(type(module)) for path, module in model.named_modules()}
-    for path, module in model.named_modules():
-        if isinstance(module, Patched) and originals[path] is None:
-            got = checks.words(f"{type(module).__name__} at {path or _ROOT}")
-            checks.refuse("unpatch", "model", "have no class on top of a patched one", got, remedy="take it off first")
-    for path, module in model.named_modules():
-        if originals[path] is not None:
-            _set_class(module, originals[path])
-        strides = module.__dict__.pop(_STRIDES, {})
-        for name, tensor in _tensors(module) if strides else ():
-            if name in strides and len(strides[name]) == tensor.dim():
-                _restride(tensor, strides[name])
+    with _LOCK, contextlib.ExitStack() as undo:
+        modules, uses = dict(_walk(model)), _uses(model)
+        originals = {path: original_of(type(module)) for path, module in modules.items()}
+        for path, module in modules.items():
+            if isinstance(module, Patched) and originals[path] is None:
+                got, remedy = checks.words(f"{type(module).__name__} at {path or _ROOT}"), "take it off first"
+                checks.refuse("unpatch", "model", "have no class on top of a patched one", got, remedy=remedy)
+        for path, module in modules.items():
+            if originals[path] is not None:
+                _set_class(module, originals[path], undo)
+            before = vars(module).get(_STRIDES, {})
+            for name, tensor in _tensors(module) if before else ():
+                shape, strides = before.get(name, (None, None))
+                if shape == tensor.shape and _is_plain(tensor) and not _elsewhere(tensor, uses):
+                    undo.callback(_restride, tensor, tensor.stride())
+                    _restride(tensor, strides)
+        for module in modules.values():
+            vars(module).pop(_STRIDES, None)
+        undo.pop_all()
     return [path or _ROOT for path, original in originals.items() if original is not None]
 
 
@@ -147,11 +156,23 @@ def _check_model(op: str, model: Any) -> None:
         checks.refuse(op, "model", "be a torch.nn.Module", checks.words(type(model).__name__), TypeError)
 
 
-def _set_class(module: nn.Module, cls: Any) -> None:
+def _set_class(module: nn.Module, cls: Any, undo: contextlib.ExitStack) -> None:
+    undo.callback(object.__setattr__, module, "__class__", type(module))
     object.__setattr__(module, "__class__", cls)
 
 
 # --- what is there --------------------------------------------------------------------------------------------
+
+
+def _walk(module: nn.Module, path: str = "", seen: set[int] | None = None) -> Iterator[tuple[str, nn.Module]]:
+    """The modules in a module by their first names, whatever ``named_modules`` says."""
+    seen = set() if seen is None else seen
+    if id(module) not in seen:
+        seen.add(id(module))
+        yield path, module
+        for name, child in module._modules.items():
+            if child is not None:
+                yield from _walk(child, _join(path, name), seen)
 
 
 class _Paths(dict[str, nn.Module]):
@@ -171,7 +192,7 @@ class _Paths(dict[str, nn.Module]):
             return
         self.first[id(module)] = path
         closed = _closed(module)
-        if closed and any(_is_known(m) for m in module.modules()):
+        if closed and any(_is_known(m) for _, m in _walk(module)):
             report.left[path or _ROOT] = f"{type(module).__name__}: {closed}"
         if closed:
             return
@@ -206,7 +227,7 @@ def _is_known(module: nn.Module) -> bool:
     """Whether a module is one of those that patch is for, scripted ones too."""
     if isinstance(module, Patched):
         return False
-    name = getattr(module, "original_name", type(module).__name__)
+    name = module.original_name if isinstance(module, torch.jit.ScriptModule) else type(module).__name__
     return isinstance(module, (nn.GroupNorm, nn.Upsample)) or name in ("GroupNorm", "Upsample", *_BLOCKS)
 
 
@@ -221,9 +242,7 @@ def _obstacle(module: nn.Module) -> str | None:
         return "quantised"
     if kind not in (*LAYERS, nn.SiLU):
         return f"a class of its own ({kind.__module__}.{kind.__qualname__})"
-    if not is_pytorchs(kind):
-        return "the forward of its class was replaced"
-    return None
+    return replaced(kind)
 
 
 # --- what is to be done ---------------------------------------------------------------------------------------
@@ -236,6 +255,7 @@ class _Plan:
         self.model, self.paths, self.report = model, _Paths(model, report), report
         self.chosen: dict[str, Any] = {}
         self.made: dict[Any, Any] = {}
+        self.asking: dict[type, list[str]] = {}
         for path, module in self.paths.items():
             if isinstance(module, (nn.GroupNorm, nn.Upsample)):
                 self.add_layer(path, module)
@@ -258,8 +278,8 @@ class _Plan:
         self.chosen[path] = cls
         self.report.replaced[path or _ROOT] = words
 
-    def leave(self, path: str, words: str) -> None:
-        self.report.left[path or _ROOT] = f"{type(self.model.get_submodule(path)).__name__}: {words}"
+    def leave(self, path: str, module: nn.Module, words: str) -> None:
+        self.report.left[path or _ROOT] = f"{type(module).__name__}: {words}"
 
     def shared(self, path: str) -> str | None:
         names = self.paths.names(path)
@@ -277,7 +297,7 @@ class _Plan:
         if not isinstance(module, nn.AvgPool2d):  # which old blocks have under two names
             reason = self.shared(path) or reason
         if reason:
-            self.leave(path, reason)
+            self.leave(path, module, reason)
         else:
             mode = f" ({module.mode})" if isinstance(module, nn.Upsample) else ""
             self.choose(path, patched_class(type(module)), f"{type(module).__name__}{mode}")
@@ -288,48 +308,59 @@ class _Plan:
             if self.is_norm(norm) and type(act) is nn.SiLU:
                 reason = _obstacle(act)
                 if reason:
-                    self.leave(_join(path, second), f"not fused: {reason}")
+                    self.leave(_join(path, second), act, f"not fused: {reason}")
                 else:
                     norms.append(first)
-        if norms and "forward" in vars(module):
-            self.leave(path, "its forward was replaced")
+        reason = self.changes(module) if norms else None
+        if reason:
+            self.leave(path, module, reason)
         elif norms:
             words = f"{type(module).__name__}: {', '.join(norms)} with SiLU in one pass"
             self.choose(path, patched_class(type(module)), words)
 
+    def changes(self, module: nn.Module) -> str | None:
+        """Why a module is to keep its class, if it is."""
+        if "forward" in vars(module):
+            return "its forward was replaced"
+        kind = type(module)
+        if kind not in self.asking:
+            self.asking[kind] = _rewrite.asking(kind)
+        names = " and ".join(self.asking[kind])
+        return f"as before: {names} would see another type(self)" if names else None
+
     def add_methods(self, path: str, module: nn.Module) -> None:
         kind = type(module).__name__
         words = self.words(path, module)
-        reason = self.shared(path) or ("its forward was replaced" if "forward" in vars(module) else None)
+        reason = self.shared(path) or (self.changes(module) if words or kind in _BLOCKS else None)
         if words and reason is None:
             self.choose(path, self.rewritten(module), f"{kind}: {words}")
         elif words:
-            self.leave(path, str(reason))
+            self.leave(path, module, str(reason))
         elif (
             kind in _BLOCKS
             and (path or _ROOT) not in self.report.left
             and not any(_join(path, name) in self.chosen for name in module._modules)
         ):
-            self.leave(path, reason or "nothing in it to replace")
+            self.leave(path, module, reason or "nothing in it to replace")
 
     def words(self, path: str, module: nn.Module) -> str:
         """What would change in the methods of a module."""
-        mine = any(map(self.is_norm, module.children()))
-        inside = mine or any(map(self.is_norm, module.modules()))
+        mine = any(map(self.is_norm, module._modules.values()))
+        inside = mine or any(self.is_norm(m) for _, m in _walk(module))
         resizing = type(module).__name__ in _rewrite.RESIZING and _interpolates(module)
         if not inside and not resizing:
             return ""
         for name, act in module._modules.items():
             if mine and type(act) is nn.SiLU and _obstacle(act):
-                self.leave(_join(path, name), f"not fused: {_obstacle(act)}")
+                self.leave(_join(path, name), act, f"not fused: {_obstacle(act)}")
         cls = self.rewritten(module)
         found = cls._pixfuse_rewritten if cls else _rewrite.Rewritten({}, {}, False)
         norms = [name for name, way in found.norms.items() if inside and (way is None or self.leads(module, way))]
         if mine and isinstance(module, torch.fx.GraphModule):
-            self.leave(path, "SiLU not fused; patch before tracing")
+            self.leave(path, module, "SiLU not fused; patch before tracing")
         unread = _rewrite.unreadable(type(module), _acts(module)) if mine or resizing else []
         if unread:
-            self.leave(path, f"as before in {' and '.join(unread)}: decorated, or its source is not at hand")
+            self.leave(path, module, f"as before in {' and '.join(unread)}: decorated, or its source is not at hand")
         words = [f"{', '.join(norms)} with SiLU in one pass"] if norms else []
         return "; ".join(words + ["F.interpolate on pixfuse"] * (found.resizes and resizing))
 
@@ -352,7 +383,7 @@ class _Plan:
 def _acts(module: nn.Module) -> tuple[str, ...]:
     """The attributes of a module that are SiLU without hooks."""
     mine = [name for name, child in module._modules.items() if type(child) is nn.SiLU and not _obstacle(child)]
-    return tuple(sorted(mine + [name for name, f in vars(module).items() if f is nn.functional.silu]))
+    return tuple(sorted(mine + [name for name, f in vars(module).items() if f is _rewrite.OWN["silu"]]))
 
 
 def _interpolates(block: Any) -> bool:
@@ -364,27 +395,59 @@ def _interpolates(block: Any) -> bool:
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from model.named_parameters()
-    yield from model.named_buffers()
+    """The parameters and buffers of a model, each once."""
+    seen = set()
+    for path, module in _walk(model):
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None and id(tensor) not in seen:
+                seen.add(id(tensor))
+                yield _join(path, name), tensor
+
+
+def _memory(tensor: Tensor) -> Any:
+    return tensor.untyped_storage().data_ptr() or id(tensor)
+
+
+def _uses(model: nn.Module) -> Counter[Any]:
+    """How many tensors of a model have the same memory."""
+    others = [t for _, m in _walk(model) for t in vars(m).values() if isinstance(t, Tensor)]
+    each = {id(t): t for t in (*others, *(t for _, t in _tensors(model))) if _is_plain(t)}
+    return Counter(map(_memory, each.values()))
+
+
+def _elsewhere(tensor: Tensor, uses: Counter[Any]) -> bool:
+    """Whether the memory of a tensor, or a part of it, is that of others too, or one value has many places."""
+    shared = tensor.device.type == "cpu" and tensor.is_shared()
+    whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+    return shared or not whole or uses[_memory(tensor)] > 1
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return not is_lazy(tensor) and type(tensor.data) is Tensor and tensor.layout == torch.strided
 
 
 def _lay_out(model: nn.Module, channels_last: bool, report: Report, undo: contextlib.ExitStack) -> None:
     """Bring 4-D and 5-D weights to a layout, and keep the strides that they had at first."""
-    before = dict(model.__dict__.get(_STRIDES, {}))
+    before = dict(vars(model).get(_STRIDES, {}))
+    uses = _uses(model)
     for name, tensor in _tensors(model):
         if is_lazy(tensor):
             report.left[name] = "not there yet; call the model once, then patch it"
             continue
-        if tensor.dim() not in (4, 5) or type(tensor.data) is not Tensor or tensor.layout != torch.strided:
+        if tensor.dim() not in (4, 5) or not _is_plain(tensor):
             continue
         form = torch.channels_last if tensor.dim() == 4 else torch.channels_last_3d
         changed = tensor.data.contiguous(memory_format=form if channels_last else torch.contiguous_format)
-        if changed.stride() != tensor.stride():
-            before.setdefault(name, tensor.stride())
-            undo.callback(_restride, tensor, tensor.stride())
-            tensor.data = changed
+        if changed.stride() == tensor.stride():
+            continue
+        if _elsewhere(tensor, uses):
+            report.left[name] = "keeps its layout: its memory is shared"
+            continue
+        before.setdefault(name, (tensor.shape, tensor.stride()))
+        undo.callback(_restride, tensor, tensor.stride())
+        tensor.data = changed
     if before:
-        model.__dict__[_STRIDES] = before
+        vars(model)[_STRIDES] = before
 
 
 def _restride(tensor: Tensor, stride: tuple[int, ...]) -> None:
