@@ -138,6 +138,27 @@ print("weights", float(total.detach()))
     assert torch.load(tmp_path / "faces" / "checkpoint.pt", weights_only=True)["done"] == 2
 
 
+def test_resumed_training_in_two_processes_is_that_without_a_stop(tmp_path):
+    script = f"""
+import contextlib, sys
+sys.path.insert(0, {str(EXAMPLES / "stylegan2")!r})
+import torch, train
+train.PL_EVERY, train.R1_EVERY = 2, 3
+with train.processes(torch.device("cpu")) as place:
+    train.processes = lambda device: contextlib.nullcontext(place)
+    for out, steps in (("whole", "8"), ("parts", "4"), ("parts", "8")):
+        train.main([*sys.argv[1:], "--out", out, "--steps", steps])
+        torch.distributed.barrier()
+"""
+    (tmp_path / "both.py").write_text(script)
+    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "both.py", *SMALL]
+    done = subprocess.run(run, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-4000:]
+    saved = [torch.load(tmp_path / name / "checkpoint.pt", weights_only=True) for name in ("whole", "parts")]
+    assert_same(*saved)
+    assert saved[0]["length"] > 0
+
+
 REFUSED = {
     "--gamma": (["-1", "nan", "x"], "must be a number of at least 0"),
     "--rate": (["-0.1", "inf"], "must be a number of at least 0"),
@@ -213,11 +234,17 @@ def test_training_goes_on_only_from_its_own_checkpoints(stylegan2, tmp_path):
         ("--base", 128, 64),
         ("--most", 16, 8),
         ("--half", 0, 1),
+        ("--batch", 4, 8),
     ):
         same = ["--gamma", str(first.gamma)]
         words = refused(train, *same, *out, option, str(now))
         assert words.startswith(f"train.py: {checkpoint} was trained with {option} {was}, not {option} {now}; name")
-    assert "--batch times processes 4, not" in refused(train, *out, "--batch", "8")
+    assert "with --channels-last False, not --channels-last True; name" in refused(train, *out, "--channels-last")
+    pictures_in(tmp_path / "pictures")
+    assert "--data of 6 pictures (" in refused(train, *out, "--zoom", "0.4", "--data", str(tmp_path / "pictures"))
+    first.settings["processes"] = 2
+    with pytest.raises(OSError, match="with processes 1, not processes 2; name"):
+        first.load(checkpoint)
     assert checkpoint.read_bytes() == before
     assert list(tmp_path.glob("*.new")) == []
     other, tampered = tmp_path / "other.pt", torch.load(checkpoint, weights_only=True)
@@ -232,6 +259,33 @@ def test_training_goes_on_only_from_its_own_checkpoints(stylegan2, tmp_path):
     checkpoint.unlink()
     checkpoint.mkdir()
     assert "is no checkpoint of this program (IsADirectoryError" in refused(train, *out)
+
+
+@pytest.mark.parametrize("name", ["checkpoint", "step000001"])
+@pytest.mark.parametrize("full", [True, False])
+def test_what_cannot_be_written_is_said_in_one_sentence(stylegan2, tmp_path, name, full):
+    train, new = stylegan2("train"), tmp_path / f"{name}.new"
+    if full:
+        new.symlink_to("/dev/full")
+    else:
+        new.mkdir()
+    words = refused(train, "--out", str(tmp_path))
+    assert re.match(rf"train\.py: {re.escape(str(tmp_path / name))}\.(pt|png) can't be written: ", words)
+    assert "\n" not in words
+    assert not new.is_file()
+    assert not new.is_symlink()
+    assert not (tmp_path / "checkpoint.pt").exists()
+
+
+def test_interrupted_imports(tmp_path):
+    (tmp_path / "torch.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)")
+    script = str(EXAMPLES / "stylegan2" / "train.py")
+    code = f"import runpy; runpy.run_path({script!r}, run_name='__main__')"
+    both = os.pathsep.join([str(tmp_path), str(Path(script).parent)])
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment() | {"PYTHONPATH": both}, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (130, "")
 
 
 def test_gamma_of_zero_leaves_r1_out(stylegan2, tmp_path, monkeypatch):

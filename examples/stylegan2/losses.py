@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterator
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -41,11 +42,15 @@ def r1_penalty(d: D, real: Tensor, gamma: float) -> Tensor:
 def path_length_penalty(g: G, z: Tensor, mean: Tensor, mixing: float = 0.9, decay: float = 0.01) -> Tensor:
     """Squared distance between the length of a step in the picture per step in ``w``, and its running mean.
 
-    ``mean`` is a scalar tensor and is updated.
+    ``mean`` is a scalar tensor and is updated, with the lengths of all processes where there are several.
     """
     pictures, ws = g(z, mixing)
     noise = torch.randn(pictures.shape, device=pictures.device) / math.sqrt(pictures.shape[2] * pictures.shape[3])
     (slope,) = torch.autograd.grad((pictures * noise).sum(), [ws], create_graph=True)
     lengths = slope.square().sum(2).mean(1).sqrt()
-    mean.lerp_(lengths.detach().mean(), decay)
+    now = lengths.detach().mean()
+    if dist.is_available() and dist.is_initialized():
+        dist.all_reduce(now)
+        now /= dist.get_world_size()
+    mean.lerp_(now, decay)
     return (lengths - mean).square().mean() + 0 * pictures.sum()

@@ -14,10 +14,14 @@ import contextlib
 import copy
 import inspect
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
+
+if __name__ == "__main__":  # the imports below take seconds
+    interrupt = signal.signal(signal.SIGINT, lambda *_: os._exit(130))
 
 import data
 import losses
@@ -118,7 +122,7 @@ def options(arguments: list[str] | None = None) -> argparse.Namespace:
 class Training:
     """Everything that changes while training, and the step that changes it."""
 
-    def __init__(self, args: argparse.Namespace, device: torch.device, world: int) -> None:
+    def __init__(self, args: argparse.Namespace, device: torch.device, world: int, contents: str) -> None:
         self.args, self.device = args, device
         torch.manual_seed(args.seed)
         widths = Widths(args.resolution, args.base, args.most, args.half, args.channels_last)
@@ -130,9 +134,9 @@ class Training:
         self.pictures = args.batch * world  # of a step
         self.gamma = 0.0002 * args.resolution**2 / self.pictures if args.gamma is None else args.gamma
         # What the course of the training depends on.
-        names = ("resolution", "base", "most", "half", "rate", "zoom", "seed")
-        self.settings = {f"--{name}": getattr(args, name) for name in names}
-        self.settings |= {"--gamma": self.gamma, "--batch times processes": self.pictures}
+        names = ("resolution", "base", "most", "half", "channels-last", "rate", "zoom", "seed", "batch")
+        self.settings = {f"--{name}": getattr(args, name.replace("-", "_")) for name in names}
+        self.settings |= {"--data": contents, "--gamma": self.gamma, "processes": world}  # each draws its own numbers
         self.call_g: nn.Module = self.g
         self.call_d: nn.Module = self.d
         if world > 1:
@@ -198,9 +202,8 @@ class Training:
     def save(self, path: Path) -> None:
         """Write everything to a file, all or nothing."""
         state = {name: part.state_dict() for name, part in self._parts().items()}
-        new = path.with_suffix(".new")
-        torch.save(state | {"length": self.length, "done": self.done, "settings": self.settings}, new)
-        new.replace(path)
+        with written(path) as new:
+            torch.save(state | {"length": self.length, "done": self.done, "settings": self.settings}, new)
 
     def load(self, path: Path) -> None:
         """Go on from a file. Raises OSError if that can't be."""
@@ -228,7 +231,21 @@ class Training:
         z = torch.randn(rows * columns, self.args.most, generator=torch.Generator().manual_seed(0)).to(self.device)
         pictures = torch.cat([self.average(part, truncation=0.7)[0] for part in z.split(8)])
         grid = pictures.unflatten(0, (rows, columns)).permute(0, 3, 1, 4, 2).flatten(0, 1).flatten(1, 2)
-        Image.fromarray((grid * 127.5 + 128).clamp(0, 255).byte().cpu().numpy()).save(path)
+        with written(path) as new:
+            Image.fromarray((grid * 127.5 + 128).clamp(0, 255).byte().cpu().numpy()).save(new, "png")
+
+
+@contextlib.contextmanager
+def written(path: Path) -> Iterator[Path]:
+    """Where to write what becomes the file, all or nothing. Raises OSError if that can't be."""
+    new = path.with_suffix(".new")
+    try:
+        yield new
+        new.replace(path)
+    except Exception as error:  # torch.save has its own for a full disk
+        with contextlib.suppress(OSError):
+            new.unlink()
+        raise OSError(f"{path} can't be written: {error}".partition("\n")[0]) from None
 
 
 @contextlib.contextmanager
@@ -253,7 +270,7 @@ def train(args: argparse.Namespace) -> Training:
     checkpoint = args.out / "checkpoint.pt"
     args.out.mkdir(parents=True, exist_ok=True)
     with processes(args.device) as (rank, world):
-        training = Training(args, args.device, world)
+        training = Training(args, args.device, world, data.contents(paths))
         if checkpoint.exists():
             training.load(checkpoint)
         if rank == 0:
@@ -295,4 +312,5 @@ def main(arguments: list[str] | None = None) -> Training:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, interrupt)
     main()
