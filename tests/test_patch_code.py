@@ -320,6 +320,17 @@ def test_decorators() -> None:
 
         return wrapper
 
+    sizes = {}
+
+    def look_up(f: Any) -> Any:
+        sizes[f] = 2.0
+
+        @functools.wraps(f)
+        def wrapper(*args: Any) -> Any:
+            return f(*args) * sizes[f]
+
+        return wrapper
+
     class Counted(Parts):
         @count
         def forward(self, x: Tensor) -> Tensor:
@@ -330,6 +341,11 @@ def test_decorators() -> None:
     class Default(Parts):
         forward = through_default(Counted.forward)
 
+    class LookedUp(Parts):
+        @look_up
+        def forward(self, x: Tensor) -> Tensor:
+            return F.silu(self.norm1(x))
+
     model = Counted()
     pixfuse.patch(model)
     for calls in range(1, 3):
@@ -337,9 +353,9 @@ def test_decorators() -> None:
             model(X)
         assert runs == ["silu"]
         assert model.forward.calls == Counted.forward.calls == calls
-    assert pixfuse.patch(Default()).left == {
-        "(the model)": "Default: as before in forward: decorated, or its source is not at hand"
-    }
+    for kind in (Default, LookedUp):
+        left = {"(the model)": f"{kind.__name__}: as before in forward: decorated, or its source is not at hand"}
+        assert agree(kind(), X).left == left
 
 
 def test_classes_that_say_how_to_make_them() -> None:

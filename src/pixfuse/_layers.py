@@ -181,8 +181,7 @@ def watched(module: Any) -> bool:
 
 
 def _is_norm(f: Any) -> bool:
-    ours = issubclass(type(f), _GroupNorm) and _runs(f, _GroupNorm.forward)
-    return ours and not nn.modules.module._has_any_global_hook()
+    return _runs(f, _GroupNorm.forward) and not nn.modules.module._has_any_global_hook()
 
 
 def _is_silu(f: Any) -> bool:
@@ -192,7 +191,8 @@ def _is_silu(f: Any) -> bool:
 def _runs(f: Any, forward: Any) -> bool:
     """Whether a call of a module runs a forward, and nothing else."""
     kind: Any = type(f)
-    return kind.forward is forward and kind.__call__ is nn.Module.__call__ and not watched(f)
+    mine = getattr(kind, "forward", None) is forward and kind.__call__ is nn.Module.__call__
+    return mine and not watched(f)
 
 
 _silu_forward = _FORWARDS[nn.SiLU]

@@ -171,7 +171,7 @@ def _asks(method: tuple[FunctionType, bool]) -> bool:
 def _source(function: FunctionType) -> tuple[ast.Module, _Def] | None:
     """A fresh syntax tree of a file and a function in it, within its decorators, if that is what runs."""
     *outer, function = _layers(function)
-    return None if "__wrapped__" in vars(function) or not all(map(_holds, outer)) else _parsed(function)
+    return None if "__wrapped__" in vars(function) or not all(map(_only_calls, outer)) else _parsed(function)
 
 
 def _parsed(function: FunctionType) -> tuple[ast.Module, _Def] | None:
@@ -262,6 +262,15 @@ def _layers(function: FunctionType) -> list[FunctionType]:
 def _holds(function: FunctionType) -> list[str]:
     """The variables in which a decorator's function holds what it wraps."""
     return [name for name, value in _values(function).items() if value is vars(function)["__wrapped__"]]
+
+
+def _only_calls(function: FunctionType) -> bool:
+    """Whether a decorator's function calls what it wraps, and does nothing else with it."""
+    names = _holds(function)
+    read = _parsed(function) if names else None
+    nodes = [n for statement in read[1].body for n in ast.walk(statement)] if read else []
+    called = [n.func for n in nodes if isinstance(n, ast.Call)]
+    return bool(read) and all(n in called for n in nodes if isinstance(n, ast.Name) and n.id in names)
 
 
 def _around(layers: list[FunctionType], new: FunctionType) -> FunctionType:
