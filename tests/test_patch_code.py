@@ -382,6 +382,14 @@ class Reduced(Nested):
         return self.__class__, (), vars(self)
 
 
+class Copied(Nested):
+    def __deepcopy__(self, memo: Any) -> Any:
+        cls = self.__class__
+        other = cls.__new__(cls)
+        vars(other).update(copy.deepcopy(vars(self), memo))
+        return other
+
+
 class Rebuilt(Nested):
     def __reduce__(self) -> Any:
         return build, (3, type(self)), vars(self)
@@ -392,7 +400,7 @@ def build(number: int, cls: Any) -> Any:
     return cls()
 
 
-@pytest.mark.parametrize("make", [Remade, Reduced, Rebuilt])
+@pytest.mark.parametrize("make", [Remade, Reduced, Rebuilt, Copied])
 def test_classes_that_say_how_to_pickle_them(make: Any) -> None:
     model = make()
     assert "(the model)" in pixfuse.patch(model).replaced

@@ -53,6 +53,7 @@ OWN = {name: _own(name) for name in ("silu", "group_norm", "interpolate", "avg_p
 
 
 _OF_A_CLASS = ("__base__", "__bases__", "__mro__", "mro", "__dict__")
+_COPYING = ("__reduce", "__copy__", "__deepcopy__")  # methods that name a class to make another object
 _Def = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -126,7 +127,7 @@ def asking(cls: type) -> list[str]:
     """
     owners = itertools.takewhile(lambda c: c is not nn.Module, cls.__mro__)
     mine = [vars(c).items() for c in owners if c.__module__.partition(".")[0] not in ("torch", "builtins")]
-    methods = [(name, method) for name, method in itertools.chain(*mine) if not name.startswith("__reduce")]
+    methods = [(name, method) for name, method in itertools.chain(*mine) if not name.startswith(_COPYING)]
     return sorted({name for name, method in methods if any(map(_asks, _functions(method)))})
 
 
