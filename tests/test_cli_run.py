@@ -74,7 +74,7 @@ class A:
     x: int = near.here
 print(sys.argv, sys.path[0], __name__, __file__, __doc__, __package__, __spec__ and __spec__.name)
 print(sys.modules["__main__"].A is A, __main__.__file__, pickle.loads(pickle.dumps(A())), inspect.getsource(A))
-print(typing.get_type_hints(A), sys.stdin.read())
+print(typing.get_type_hints(A), sys.stdin.read(), "__annotations__" in globals())
 """,
     "afterwards": """
 import atexit, threading, time, __main__

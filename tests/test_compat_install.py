@@ -114,6 +114,32 @@ def test_basicsr_without_the_peer() -> None:
     assert "basicsr" not in sys.modules
 
 
+@pytest.mark.parametrize("real", [False, True])
+def test_modules_inside_those_of_basicsr(project: Project, real: bool) -> None:
+    if real:
+        files = {"basicsr/__init__.py": "", "basicsr/ops/__init__.py": ""}
+        for name, function in (("upfirdn2d", "upfirdn2d"), ("fused_act", "fused_leaky_relu")):
+            files[f"basicsr/ops/{name}/__init__.py"] = f"from .{name} import {function}\n"
+            files[f"basicsr/ops/{name}/{name}.py"] = OWN.format(function)
+        project(files)
+    with compat.installed("basicsr"):
+        from basicsr.ops.fused_act.fused_act import fused_leaky_relu
+        from basicsr.ops.upfirdn2d import upfirdn2d
+        from basicsr.ops.upfirdn2d.upfirdn2d import upfirdn2d as inner
+
+        assert fused_leaky_relu is compat.basicsr.fused_leaky_relu
+        assert upfirdn2d is inner is compat.basicsr.upfirdn2d
+    assert not [name for name in sys.modules if name.startswith("basicsr.ops.")]
+
+
+def test_a_block_that_was_not_entered() -> None:
+    block = compat.installed("nvlabs")
+    with compat.installed("nvlabs"), pytest.raises(RuntimeError, match="must be entered before it ends"):
+        block.__exit__(None, None, None)
+    with pytest.raises(RuntimeError, match="must be entered before it ends"):
+        block.__exit__(None, None, None)
+
+
 def test_mmcv_without_the_peer() -> None:
     with compat.installed("mmcv"):
         import mmcv.ops

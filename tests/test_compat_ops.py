@@ -422,6 +422,7 @@ def test_no_weight_gradients_in_modulated_conv2d(fused: bool, channels_last: boo
 
 NV, X = "torch_utils.ops", torch.zeros(1, 3, 8, 8)
 K, W = torch.ones(2, 2), torch.zeros(3, 3, 3, 3, requires_grad=True)
+META, META_GRID = torch.zeros(3, device="meta"), torch.zeros(1, 2, 2, 2, device="meta")
 REFUSALS: list[tuple[str, tuple[Any, ...], dict[str, Any], type[Exception], str]] = [
     (f"{NV}.upfirdn2d.upfirdn2d", (X, K), {"impl": "slow"}, ValueError, "impl must be one of cuda, ref, got 'slow'"),
     (f"{NV}.upfirdn2d.filter2d", (X, K), {"impl": None}, TypeError, "filter2d: impl must be one of"),
@@ -434,6 +435,19 @@ REFUSALS: list[tuple[str, tuple[Any, ...], dict[str, Any], type[Exception], str]
     (f"{NV}.filtered_lrelu.filtered_lrelu", (X,), {"gain": 0}, ValueError, "filtered_lrelu: gain must be above 0"),
     (f"{NV}.conv2d_gradfix.no_weight_gradients", (1,), {}, TypeError, "disable must be True or False, got 1"),
     (f"{NV}.conv2d_gradfix.conv2d", (X, None), {}, TypeError, "conv2d: weight must be a tensor, got NoneType"),
+    (f"{NV}.conv2d_gradfix.conv2d", (None, W), {}, TypeError, "conv2d: input must be a tensor, got NoneType"),
+    (f"{NV}.conv2d_gradfix.conv2d", (X, W, 1), {}, TypeError, "conv2d: bias must be a tensor, got int"),
+    (f"{NV}.conv2d_gradfix.conv2d", (X, W.double()), {}, ValueError, r"weight must have the dtype of input \(float32"),
+    (f"{NV}.conv2d_gradfix.conv2d", (X, W, META), {}, ValueError, r"bias must be on the device of input \(cpu\)"),
+    (f"{NV}.conv2d_gradfix.conv2d", (X[0, 0], W), {}, ValueError, "conv2d: input must be 4-D"),
+    (f"{NV}.conv2d_gradfix.conv2d", (X, W[0]), {}, ValueError, "conv2d: weight must be 4-D"),
+    (f"{NV}.conv2d_gradfix.conv2d", (X[:, :2], W), {}, ValueError, "conv2d: input must have 3 channels"),
+    (f"{NV}.conv2d_gradfix.conv2d", (X, W), {"groups": 2}, ValueError, r"groups must divide .* \(3\), got 2"),
+    (f"{NV}.conv2d_gradfix.conv2d", (X, W, X[0, 0, 0]), {}, ValueError, r"bias must have shape \[3\] .* \[8\]"),
+    ("op.conv2d_gradfix.conv_transpose2d", (X[:, :2], W), {}, ValueError, "input must have 3 channels"),
+    (f"{NV}.grid_sample_gradfix.grid_sample", (X, META_GRID), {}, ValueError, r"be on the device of input \(cpu\)"),
+    ("op.fused_leaky_relu", (X, META), {}, ValueError, r"bias must be on the device of input \(cpu\)"),
+    ("op.upfirdn2d", (X, K.to("meta")), {}, ValueError, r"kernel must be on the device of input \(cpu\)"),
     (f"{NV}.conv2d_gradfix.conv2d", (X, W), {"stride": 1.5}, TypeError, "conv2d: stride must be an int, got 1.5"),
     (f"{NV}.conv2d_gradfix.conv2d", (X, W), {"stride": "2"}, TypeError, "conv2d: stride must be an int, got '2'"),
     (f"{NV}.conv2d_gradfix.conv2d", (X, W), {"stride": (1, 2, 3)}, ValueError, "stride must be an int or two ints"),

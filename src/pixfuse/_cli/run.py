@@ -88,7 +88,7 @@ class Script:
         sys.excepthook = from_the_script
         sys.argv = [self.script, *self.args]
         sys.modules["__main__"] = main = ModuleType("__main__")
-        vars(main).update(__builtins__=builtins)
+        vars(main).update(__builtins__=builtins, __annotations__={})
         if self.module:
             runpy._run_module_as_main(self.script)  # type: ignore[attr-defined]  # as python -m does
             return

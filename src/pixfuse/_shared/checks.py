@@ -94,18 +94,18 @@ def result_size(op: str, argument: str, shape: Sequence[Any], value: Any) -> Non
         refuse(op, argument, f"give a result of at most {_LARGEST_RESULT} elements", value)
 
 
-def same_device(op: str, argument: str, value: Tensor, x: Tensor) -> None:
-    """``value`` lies on the device of ``x``."""
+def same_device(op: str, argument: str, value: Tensor, x: Tensor, name: str = "x") -> None:
+    """``value`` lies on the device of ``x``, the argument ``name``."""
     if value.device != x.device:
-        refuse(op, argument, f"be on the device of x ({x.device})", words(str(value.device)))
+        refuse(op, argument, f"be on the device of {name} ({x.device})", words(str(value.device)))
 
 
-def vector(op: str, argument: str, value: Any, length: Any, meaning: str, x: Tensor) -> None:
-    """``value`` is a floating 1-D tensor of ``length`` elements on the device of ``x``."""
+def vector(op: str, argument: str, value: Any, length: Any, meaning: str, x: Tensor, name: str = "x") -> None:
+    """``value`` is a floating 1-D tensor of ``length`` elements on the device of ``x``, the argument ``name``."""
     floating(op, argument, value)
     if value.dim() != 1 or value.shape[0] != length:
         refuse(op, argument, f"have shape [{length}] ({meaning})", words(f"shape {list(value.shape)}"))
-    same_device(op, argument, value, x)
+    same_device(op, argument, value, x, name)
 
 
 def integer(op: str, argument: str, value: Any, minimum: int | None = None) -> Any:

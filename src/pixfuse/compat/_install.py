@@ -130,12 +130,19 @@ class installed(contextlib.ContextDecorator):
     def __init__(self, name: str, path: str | None = None, *, rebind: bool = False) -> None:
         self._key = _check("install", name, path)
         self._rebind = checks.flag("install", "rebind", rebind)
+        self._entered = 0
 
     def __enter__(self) -> Installation:
-        return _enter(self._key, self._rebind, lasting=False).finder.done
+        use = _enter(self._key, self._rebind, lasting=False)
+        with _lock:
+            self._entered += 1
+        return use.finder.done
 
     def __exit__(self, *error: object) -> None:
         with _lock:
+            if not self._entered:
+                raise RuntimeError("installed: a block must be entered before it ends")
+            self._entered -= 1
             _installed[self._key].blocks -= 1
             _leave(self._key)
 

@@ -16,11 +16,13 @@ class Peer:
         path: import path of the package of its ops.
         modules: its modules there: a module of ours by name, or names of ours that make up one.
         exports: what the package itself exports, over modules of the same name.
+        nested: whether its modules are packages around a module of their own name.
     """
 
     path: str
     modules: dict[str, str | tuple[str, ...]]
     exports: tuple[str, ...] = field(default=())
+    nested: bool = False
 
 
 _CONVOLUTIONS = ("conv2d_gradfix", "conv2d_resample")
@@ -41,7 +43,11 @@ PEERS = {
         },
         ("FusedLeakyReLU", "fused_leaky_relu", "upfirdn2d"),
     ),
-    "basicsr": Peer("basicsr.ops", {"upfirdn2d": ("upfirdn2d",), "fused_act": ("FusedLeakyReLU", "fused_leaky_relu")}),
+    "basicsr": Peer(
+        "basicsr.ops",
+        {"upfirdn2d": ("upfirdn2d",), "fused_act": ("FusedLeakyReLU", "fused_leaky_relu")},
+        nested=True,
+    ),
     "mmcv": Peer(
         "mmcv.ops",
         {
@@ -77,4 +83,6 @@ def contents(name: str, path: str) -> tuple[dict[str, ModuleType], dict[str, Any
         modules[key] = module = ModuleType(f"{path}.{key}", f"Part of pixfuse.compat.{name}.")
         module.__all__ = list(source)  # type: ignore[attr-defined]
         vars(module).update({n: getattr(ours, n) for n in source})
+    if PEERS[name].nested:
+        modules |= {f"{key}.{key}": module for key, module in modules.items()}
     return modules, {n: getattr(ours, n) for n in PEERS[name].exports}

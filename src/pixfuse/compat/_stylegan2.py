@@ -20,6 +20,7 @@ def resample(x: Any, kernel: Any, up: Any, down: Any, padding: list[Any]) -> Ten
         checks.refuse(op, "kernel", "be 2-D ([kh, kw])", checks.words(f"shape {list(kernel.shape)}"))
     if kernel.dtype not in (x.dtype, torch.float32):
         checks.refuse(op, "kernel", f"have the dtype of input ({checks.dtype_name(x.dtype)}) or float32", kernel)
+    checks.same_device(op, "kernel", kernel, x, "input")
     return upfirdn2d(x, kernel if kernel.dtype == torch.float64 else kernel.float(), up, down, padding)
 
 
@@ -29,7 +30,7 @@ def leaky_relu(op: str, x: Any, bias: Any, negative_slope: Any, scale: Any) -> T
     if x.dim() < 2:
         checks.refuse(op, "input", "be at least 2-D ([N, C, ...])", checks.words(f"shape {list(x.shape)}"))
     if bias is not None:
-        checks.vector(op, "bias", bias, x.shape[1], "the channels of input", x)
+        checks.vector(op, "bias", bias, x.shape[1], "the channels of input", x, "input")
     slope = checks.real(op, "negative_slope", negative_slope)
     return bias_act(x, bias, act="lrelu", alpha=slope, gain=checks.real(op, "scale", scale))
 

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..._shared import checks, conv
@@ -48,13 +49,14 @@ def conv2d(
 ) -> Tensor:
     """The values of :func:`torch.nn.functional.conv2d`."""
     op = "conv2d"
-    _check_tensors(op, input=input, weight=weight)
+    groups = checks.integer(op, "groups", groups, 1)
+    _check_tensors(op, input, weight, bias, groups, transposed=False)
     if not isinstance(padding, str):
         padding = _sizes(op, "padding", padding, 0)
     elif padding not in ("same", "valid"):
         checks.refuse(op, "padding", "be an int, two ints, 'same' or 'valid'", padding)
     stride, dilation = _sizes(op, "stride", stride, 1), _sizes(op, "dilation", dilation, 1)
-    return conv.conv2d(input, weight, bias, stride, padding, dilation, checks.integer(op, "groups", groups, 1))
+    return conv.conv2d(input, weight, bias, stride, padding, dilation, groups)
 
 
 def conv_transpose2d(
@@ -69,17 +71,38 @@ def conv_transpose2d(
 ) -> Tensor:
     """The values of :func:`torch.nn.functional.conv_transpose2d`."""
     op = "conv_transpose2d"
-    _check_tensors(op, input=input, weight=weight)
+    groups = checks.integer(op, "groups", groups, 1)
+    _check_tensors(op, input, weight, bias, groups, transposed=True)
     stride, dilation = _sizes(op, "stride", stride, 1), _sizes(op, "dilation", dilation, 1)
     padding, output_padding = _sizes(op, "padding", padding, 0), _sizes(op, "output_padding", output_padding, 0)
-    groups = checks.integer(op, "groups", groups, 1)
     return conv.conv_transpose2d(input, weight, bias, stride, padding, output_padding, groups, dilation)
 
 
-def _check_tensors(op: str, **tensors: Any) -> None:
+def _check_tensors(op: str, input: Any, weight: Any, bias: Any, groups: int, transposed: bool) -> None:
+    """Kinds, dtypes, devices and channels."""
+    tensors = {"input": input, "weight": weight} | ({} if bias is None else {"bias": bias})
     for name, value in tensors.items():
         if not isinstance(value, Tensor):
             checks.refuse(op, name, "be a tensor", checks.words(type(value).__name__), TypeError)
+        checks.same_device(op, name, value, input, "input")
+        if value.dtype != input.dtype and not torch.is_autocast_enabled(conv.autocast_device(input)):
+            checks.refuse(op, name, f"have the dtype of input ({checks.dtype_name(input.dtype)})", value)
+    if input.dim() not in (3, 4):
+        checks.refuse(op, "input", "be 4-D ([N, C, H, W]) or 3-D ([C, H, W])", _shape(input))
+    if weight.dim() != 4:
+        checks.refuse(op, "weight", "be 4-D ([out, in, kh, kw], transposed [in, out, kh, kw])", _shape(weight))
+    split, whole = weight.shape[0], weight.shape[1] * groups
+    if split % groups:
+        checks.refuse(op, "groups", f"divide the first axis of weight ({split})", groups)
+    channels, results = (split, whole) if transposed else (whole, split)
+    if input.shape[-3] != channels:
+        checks.refuse(op, "input", f"have {channels} channels (of weight and groups)", _shape(input))
+    if bias is not None and tuple(bias.shape) != (results,):
+        checks.refuse(op, "bias", f"have shape [{results}] (the channels of the result)", _shape(bias))
+
+
+def _shape(value: Tensor) -> str:
+    return checks.words(f"shape {list(value.shape)}")
 
 
 def _sizes(op: str, argument: str, value: Any, minimum: int) -> int | list[int]:

@@ -35,7 +35,7 @@ def grid_sample(input: Tensor, grid: Tensor) -> Tensor:
     if grid.dim() != 4 or grid.shape[-1] != 2 or grid.shape[0] != input.shape[0]:
         wanted = f"have shape [{input.shape[0]}, H', W', 2]"
         checks.refuse(op, "grid", wanted, checks.words(f"shape {list(grid.shape)}"))
-    checks.same_device(op, "grid", grid, input)
+    checks.same_device(op, "grid", grid, input, "input")
     if torch.is_autocast_enabled(input.device.type):  # to the wider dtype, as on GPUs
         dtype = torch.promote_types(input.dtype, grid.dtype)
         input, grid = input.to(dtype), grid.to(dtype)
