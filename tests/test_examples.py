@@ -138,7 +138,7 @@ print("weights", float(total.detach()))
     assert torch.load(tmp_path / "faces" / "checkpoint.pt", weights_only=True)["done"] == 2
 
 
-def test_resumed_training_in_two_processes_is_that_without_a_stop(tmp_path):
+def test_resumed_training_in_three_processes_is_that_without_a_stop(tmp_path):
     script = f"""
 import contextlib, sys
 sys.path.insert(0, {str(EXAMPLES / "stylegan2")!r})
@@ -151,7 +151,7 @@ with train.processes(torch.device("cpu")) as place:
         torch.distributed.barrier()
 """
     (tmp_path / "both.py").write_text(script)
-    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "both.py", *SMALL]
+    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", "both.py", *SMALL]
     done = subprocess.run(run, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-4000:]
     saved = [torch.load(tmp_path / name / "checkpoint.pt", weights_only=True) for name in ("whole", "parts")]

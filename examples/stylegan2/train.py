@@ -146,6 +146,16 @@ class Training:
             own_buffers: Any = {"forward_sync_buffers" if new else "broadcast_buffers": False}
             self.call_g = DistributedDataParallel(self.g, where, **own_buffers)
             self.call_d = DistributedDataParallel(self.d, where, **own_buffers)
+            self._settle_order()
+
+    def _settle_order(self) -> None:
+        """The backward pass after which DDP sums gradients in another order, which shows in the last bit, is this."""
+        picture, _ = self.call_g(torch.randn(2, self.args.most, device=self.device))
+        self.call_d(picture.detach()).sum().backward()
+        picture.sum().backward()
+        for net in (self.g, self.d):
+            net.zero_grad()
+        self.g.mapping.mean.zero_()
 
     def _adam(self, net: nn.Module, every: int) -> torch.optim.Adam:
         """Adam that makes up for the regulariser's own steps, one in ``every`` (appendix B of the paper)."""
