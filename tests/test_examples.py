@@ -271,6 +271,7 @@ def test_what_cannot_be_written_is_said_in_one_sentence(stylegan2, tmp_path, nam
         new.mkdir()
     words = refused(train, "--out", str(tmp_path))
     assert re.match(rf"train\.py: {re.escape(str(tmp_path / name))}\.(pt|png) can't be written: ", words)
+    assert ("No space left on device" if full else "Is a directory") in words
     assert "\n" not in words
     assert not new.is_file()
     assert not new.is_symlink()

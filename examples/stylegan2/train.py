@@ -212,8 +212,8 @@ class Training:
     def save(self, path: Path) -> None:
         """Write everything to a file, all or nothing."""
         state = {name: part.state_dict() for name, part in self._parts().items()}
-        with written(path) as new:
-            torch.save(state | {"length": self.length, "done": self.done, "settings": self.settings}, new)
+        with written(path) as new, new.open("wb") as file:  # whose errors say more than torch.save's own
+            torch.save(state | {"length": self.length, "done": self.done, "settings": self.settings}, file)
 
     def load(self, path: Path) -> None:
         """Go on from a file. Raises OSError if that can't be."""
