@@ -206,10 +206,12 @@ def devices_here() -> list[str]:
 def examine(devices: list[str], progress: Callable[[str, int], None]) -> list[Row]:
     """Check every case. ``progress`` is called with words for what comes next and how many checks begin with it."""
     cases = _cases()
-    rows = []
+    rows, compiled = [], set()
     for device in devices:
-        if device.split(":")[0] in ("cuda", "xpu"):
+        name = environment(device)["name"]
+        if device.split(":")[0] in ("cuda", "xpu") and name not in compiled:  # cards of one name share their kernels
             compile_kernels(device, lambda words: progress(words, 0))
+            compiled.add(name)
         for function in dict.fromkeys(case.function for case in cases):
             for dtype in FLOATS:
                 try:

@@ -26,9 +26,8 @@ _LARGEST, _ALIKE = 4096, 8  # descriptions, and calls of one description that di
 
 TENSOR, OPTIONAL_TENSOR, NUMBERS, OPTION = range(4)  # kinds of parameters; numbers are a number or a sequence of them
 _NONE = object()
-_ABSENT = [
-    torch.empty(0, dtype=torch.float32, device="cpu") for _ in range(6)
-]  # stand for None; a guard wants no tensor twice
+# Stand for None; a guard wants no tensor twice.
+_ABSENT = [torch.empty(0, dtype=torch.float32, device="cpu") for _ in range(6)]
 
 
 class Parameter(NamedTuple):
@@ -169,9 +168,8 @@ def make(function, learn, compiling, plain, described, grad, modes, function_mod
     made: dict[str, Any] = {}
     file = f"<pixfuse {name} of {function.__module__}>"
     linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)  # what tracebacks show
-    exec(
-        compile(source, file, "exec"), function.__globals__, made
-    )  # it belongs to the function's module, where doctest looks for it
+    # It belongs to the function's module, where doctest looks for it.
+    exec(compile(source, file, "exec"), function.__globals__, made)
     call = made["make"](
         function=function,
         learn=_learn,
