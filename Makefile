@@ -51,7 +51,7 @@ gpu: ## on a machine with a GPU, in the Python that has its torch: all tests, th
 	compute-sanitizer --error-exitcode 9 env $(GPU_PYTEST) tests/test_gpu.py -k test_values_and_gradients
 	PYTHONPATH=src $(PYTHON) -m pixfuse._cli.main doctor
 	$(PYTHON) benchmarks/h200_table.py --compile
-	PYTHONPATH=src $(PYTHON) -m pixfuse._cli.main bench --device cuda --json bench-cuda.json
+	PYTHONPATH=src $(PYTHON) -m pixfuse._cli.main bench --device cuda --no-compile --json bench-cuda.json
 
 ASAN := $(abspath build/asan)
 # pytest on PYTHONPATH's package, also where an editable install would come first

@@ -5,6 +5,7 @@ That every op exports with torch.export is in the battery (``check_export``).
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -195,7 +196,8 @@ import torch, pixfuse
 model = torch._inductor.aoti_load_package({package!r})
 torch.save(model(torch.load({str(tmp_path / "style.pt")!r})), {str(tmp_path / "pictures.pt")!r})
 """
-    environment = {"PYTHONPATH": str(Path(pixfuse.__file__).parents[1]), "OMP_NUM_THREADS": "1", "HOME": str(tmp_path)}
+    own = {"PYTHONPATH": str(Path(pixfuse.__file__).parents[1]), "OMP_NUM_THREADS": "1", "HOME": str(tmp_path)}
+    environment = {k: v for k, v in os.environ.items() if k in ("PATH", "LD_LIBRARY_PATH")} | own  # where drivers lie
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=300)
     assert done.returncode == 0, done.stderr
     with torch.no_grad():

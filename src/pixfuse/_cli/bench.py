@@ -66,7 +66,7 @@ def run(
         errors.print(f"pixfuse bench: the device {device!r} can't be used: {error}", style="red", markup=False)
         return 2
     if torch.device(device).type == "cuda":
-        torch.cuda.set_device(torch.device(device))
+        torch.cuda.set_device(torch.zeros(0, device=device).device)  # "cuda" alone has no number
     steady_allocator()
     machine = environment(device)
     records: list[Record] = []

@@ -86,6 +86,8 @@ def assert_accurate(op: Callable[..., Any], reference: Callable[..., Any], *args
     expected, got = reference(*args), op(*args)
     if isinstance(got, Tensor):
         exact, expected, got = (exact,), (expected,), (got,)
+    memory = [t.untyped_storage()._cdata for t in (*got, *(a for a in args if isinstance(a, Tensor)))]
+    assert all(m not in memory[i + 1 :] for i, m in enumerate(memory[: len(got)])), "a result shares memory"
     for truth, model, result in zip(exact, expected, got, strict=True):
         assert result.dtype == model.dtype
         assert result.shape == model.shape

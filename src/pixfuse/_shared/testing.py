@@ -294,18 +294,18 @@ def check_opcheck(function: Callable[..., Tensor], case: Case) -> None:
                 seen.setdefault(str(func), (func, args))
             return func(*args, **(kwargs or {}))
 
-    made = case.tensors(torch.float32)
+    made, fixed = case.tensors(torch.float32), {k: f.to(DEVICE) for k, f in case.fixed.items()}
     with Recorder():
-        y = case.run(function, made)
+        y = function(**made, **fixed, **case.params)
         first = torch.autograd.grad(y, list(made.values()), random_like(y), create_graph=True)
         total = sum((g.square().sum() for g in first), torch.zeros(()))
         if total.requires_grad:
             total.backward()
     assert seen, f"{case.id}: no pixfuse operator was called"
-    fixed = {f.data_ptr() for f in case.fixed.values()}
+    constant = {f.data_ptr() for f in fixed.values()}
     for func, args in seen.values():
         fresh = tuple(
-            a.detach().clone().requires_grad_(a.is_floating_point() and a.data_ptr() not in fixed)
+            a.detach().clone().requires_grad_(a.is_floating_point() and a.data_ptr() not in constant)
             if isinstance(a, Tensor)
             else a
             for a in args

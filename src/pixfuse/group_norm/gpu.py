@@ -502,7 +502,7 @@ def _sum_kernel(
 
 # A program adds up one channel's sums over all images and chunks: blocks of BN images by BS chunks, in their order.
 @triton.jit
-def _total_kernel(sums, totals, N, C, chunks, BN: tl.constexpr, BS: tl.constexpr):
+def _total_kernel(sums, dweight, dbias, N, C, chunks, BN: tl.constexpr, BS: tl.constexpr):
     pid = tl.program_id(0)
     which, c = (pid // C).to(tl.int64), pid % C
     total = tl.zeros((BN, BS), tl.float32)
@@ -512,7 +512,10 @@ def _total_kernel(sums, totals, N, C, chunks, BN: tl.constexpr, BS: tl.constexpr
             s = s0 + tl.arange(0, BS)[None, :]
             at = ((which * N + n) * C + c) * chunks + s
             total += tl.load(sums + at, mask=(n < N) & (s < chunks), other=0.0)
-    tl.store(totals + pid, tl.sum(tl.sum(total, 1), 0))
+    if which == 0:
+        tl.store(dweight + c, tl.sum(tl.sum(total, 1), 0))
+    else:
+        tl.store(dbias + c, tl.sum(tl.sum(total, 1), 0))
 
 
 # A program owns one tile of dx; the sums of its groups it adds up itself or reads, as in _apply_kernel.
@@ -834,13 +837,15 @@ def group_norm_backward(
                 part = pooled
             if need_dx:
                 plan.launches[-1](*given, part, dx)
+        def nothing() -> Tensor:
+            return new(x, (0,), False, torch.float32)
+
         if dx is None:
             dx = x.new_empty(0)
         if not need_sums:
-            nothing = new(x, (0,), False, torch.float32)
-            return dx, nothing, nothing
-        dweight, dbias = x.new_zeros((2, C), dtype=torch.float32) if sums is None else _add_up(sums)
-        return dx, dweight if need_dweight else dweight[:0], dbias if need_dbias else dbias[:0]
+            return dx, nothing(), nothing()
+        dweight, dbias = _add_up(x.new_zeros((2, N, C, 1), dtype=torch.float32) if sums is None else sums)
+        return dx, dweight if need_dweight else nothing(), dbias if need_dbias else nothing()
 
     return run
 
@@ -923,16 +928,14 @@ def _in_parts(
     return plan, (dy, x, near, rest, rstd.contiguous(), weight, bias)
 
 
-def _add_up(sums: Tensor) -> Tensor:
-    """``[2, N, C, chunks]`` summed over the images and the chunks."""
+def _add_up(sums: Tensor) -> tuple[Tensor, Tensor]:
+    """``[2, N, C, chunks]`` summed over the images and the chunks; two tensors, for results share no memory."""
     _, N, C, chunks = sums.shape
-    if N * chunks == 1:
-        return sums.view(2, C)
-    if N * chunks > _TOTALLED:
-        return sums.sum((1, 3))
-    totals = new(sums, (2, C), False)
-    _totalling(N, C, chunks)(sums, totals)
-    return totals
+    if N * chunks > _TOTALLED or sums.numel() == 0:
+        return sums[0].sum((0, 2)), sums[1].sum((0, 2))
+    dweight, dbias = new(sums, (C,), False), new(sums, (C,), False)
+    _totalling(N, C, chunks)(sums, dweight, dbias)
+    return dweight, dbias
 
 
 @functools.lru_cache(maxsize=1024)
