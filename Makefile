@@ -47,7 +47,7 @@ gpu: ## on a machine with a GPU, in the Python that has its torch: all tests, th
 	cmake -S . -B build/gpu -DPython_EXECUTABLE=$(shell command -v $(PYTHON)) >/dev/null && cmake --build build/gpu -j
 	$(GPU_PYTEST) -n $(JOBS) tests/test_gpu.py
 	PIXFUSE_TEST_DEVICE=cuda $(GPU_PYTEST) -n $(JOBS) -k "$(COMPOSES)" src/pixfuse tests
-	$(GPU_PYTEST) tests/test_distributed.py -k on_gpus
+	$(GPU_PYTEST) tests/test_distributed.py tests/test_examples.py -k on_gpus
 	compute-sanitizer --error-exitcode 9 env $(GPU_PYTEST) tests/test_gpu.py -k test_values_and_gradients
 	PYTHONPATH=src $(PYTHON) -m pixfuse._cli.main doctor
 	$(PYTHON) benchmarks/h200_table.py --compile

@@ -90,6 +90,28 @@ def test_resumed_training_is_that_without_a_stop(stylegan2, tmp_path, monkeypatc
         assert grid.size == (8 * 16, 4 * 16)
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("half", ["0", "1"])
+def test_graphs_train_the_same_network_on_gpus(stylegan2, tmp_path, monkeypatch, half):
+    train = stylegan2("train")
+    monkeypatch.setattr(train, "R1_EVERY", 2)
+    monkeypatch.setattr(train, "PL_EVERY", 3)
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
+    run = [*SMALL, "--half", half, "--every", "4", "--device", "cuda", "--channels-last"]
+    saved = []
+    for name, steps, options in (("eager", 9, []), ("graphs", 4, ["--graphs"]), ("graphs", 9, ["--graphs"])):
+        train.main([*run, "--steps", str(steps), "--out", str(tmp_path / name), *options])
+        saved.append(torch.load(tmp_path / name / "checkpoint.pt", weights_only=True))
+    assert_same(saved[0], saved[2])
+    assert saved[2]["done"] == 9
+
+
+def test_graphs_are_for_one_process_on_a_gpu(stylegan2, tmp_path, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        stylegan2("train").main([*SMALL, "--graphs", "--out", str(tmp_path / "out")])
+    assert capsys.readouterr().err == "train.py: argument --graphs: must be for one process on a GPU, got cpu\n"
+
+
 def documented(first, name):
     """The arguments of the commands in examples/README.md that start with ``first`` and run the script ``name``."""
     block = "".join(re.findall(r"^```sh\n(.*?)^```", (EXAMPLES / "README.md").read_text(), re.M | re.S))

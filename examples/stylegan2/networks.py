@@ -221,10 +221,13 @@ class Generator(nn.Module):
             truncation: 1 for all the variety, less for pictures closer to the mean.
         """
         number = self.synthesis.number
-        ws = self.mapping(z)[:, None].expand(-1, number, -1)
-        if mixing > 0 and torch.rand(()) < mixing:
-            cut = int(torch.randint(1, number, ()))
-            ws = torch.cat([ws[:, :cut], self.mapping(torch.randn_like(z))[:, None].expand(-1, number - cut, -1)], 1)
+        if mixing > 0:  # decided on the device: a CUDA graph draws anew at every replay
+            ws, others = self.mapping(torch.cat([z, torch.randn_like(z)]))[:, None].chunk(2)
+            cut = torch.randint(1, number, (), device=z.device)
+            cut = torch.where(torch.rand((), device=z.device) < mixing, cut, number)
+            ws = torch.where(torch.arange(number, device=z.device)[:, None] < cut, ws, others)
+        else:
+            ws = self.mapping(z)[:, None].expand(-1, number, -1)
         if truncation != 1:
             ws = self.mapping.mean.lerp(ws, truncation)
         return self.synthesis(ws), ws
