@@ -5,7 +5,8 @@
 // store. So every step is a sum of taps times whole vectors, with no tail and no shuffle, whatever the factors are:
 //   ring of source rows -> vertical taps -> horizontal taps, activation -> one row of the upsampled image
 //                       -> horizontal taps -> vertical taps, added to the rows of the result at work.
-// These rows are all of the upsampled image that exists, and fit the first two caches. The adjoint is the same pipeline
+// Vertical taps serve four rows of the upsampled image at once, so that the rings, which lie in the second cache, are
+// read half as often; all else that exists of that image fits the first. The adjoint is the same pipeline
 // with the filters exchanged, and the activation replaced by its factor, which a second pipeline from x gives.
 // Each number is the same sequence of operations in any tile and lane: batch and threads do not show.
 #include <algorithm>
@@ -105,15 +106,22 @@ void run(const Problem<T>& p) {
         factor.begin(scratch, lanes, my, mx, wide);
         v = scratch.take(before + wide + after) + before * L;
       }
-      for (int64_t i = 0; i < high; ++i) {
-        if (i % p.down >= p.f.h) continue;  // no tap meets this row
-        if (p.x) {
-          factor.template row<Then::kNothing>(i, v, p.act, v);
-          main.template row<Then::kFactor>(i, down.row(i), p.act, v);
-        } else {
-          main.template row<Then::kActivate>(i, down.row(i), p.act, down.row(i));
+      for (int64_t i = 0; i < high; i += kBatch) {
+        const int64_t rows = std::min(kBatch, high - i);
+        main.batch(rows);
+        if (p.x) factor.batch(rows);
+        for (int64_t r = 0; r < rows; ++r) {
+          if ((i + r) % p.down >= p.f.h) continue;  // no tap meets this row
+          A* row = down.row(i + r);
+          if (p.x) {
+            factor.template row<Then::kNothing>(r, v, p.act, v);
+            main.template row<Then::kFactor>(r, row, p.act, v);
+          } else {
+            main.template row<Then::kActivate>(r, row, p.act, row);
+          }
+          down.filter(i + r, r);
         }
-        down.push(i, h, lanes, y);
+        down.batch(i, rows, h, lanes, y);
       }
     }
   });

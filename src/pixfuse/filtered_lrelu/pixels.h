@@ -22,7 +22,8 @@ struct Activation {
 enum class Then { kNothing, kActivate, kFactor };
 
 // to[o][i * to_step] = sum over k < n of taps[o][k] * from[k][i * from_step], in pixels. The derivative is that at
-// at[o][i * to_step]. Sums are made of four pixels at once: rows have room for what is beyond the last.
+// at[o][i * to_step]. Six pixels at least are summed at once, here and below: rows have room for what is beyond the
+// last.
 template <class A>
 struct Sums {
   A* to[2];
@@ -34,18 +35,32 @@ struct Sums {
   Activation<A> act = {};
   const A* at[2] = {};
 };
-constexpr int64_t kFew = 4;
+constexpr int64_t kFew = 6;
 
-// For each part to[i] = from[i] + sum over rows of taps[r] * rows[r][i], in pixels; from may be null.
+// Rows of the upsampled image that are made together, so that a row that several of them see is loaded once.
+constexpr int64_t kBatch = 4;
+
+// to[o][i] = sum over k < n[o] of taps[o][k] * from[first[o] + k][i], in pixels.
+template <class A>
+struct Gather {
+  A* to[kBatch];
+  const A* taps[kBatch];
+  int64_t first[kBatch], n[kBatch];
+  const A* const* from;
+  int64_t rows;
+};
+
+// For each part to[i] = to[i], or zero if it is new, + sum over first <= r < last of taps[r] * rows[r][i].
 template <class A>
 struct Part {
   A* to;
-  const A* from;
   const A* taps;
+  int64_t first, last;
+  bool fresh;
 };
 template <class A>
 struct Spread {
-  const A* rows[2];
+  const A* rows[kBatch];
   const Part<A>* parts;
   int64_t n;
 };

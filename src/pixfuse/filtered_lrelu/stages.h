@@ -148,7 +148,7 @@ class Scratch {
   int64_t used_ = 0;
 };
 
-// Rows of the upsampled image, in order, from the rows of an image.
+// Batches of rows of the upsampled image, in order, from the rows of an image.
 template <class T>
 class UpStage {
   using A = acc_t<T>;
@@ -156,24 +156,31 @@ class UpStage {
 
  public:
   UpStage(const Image<const T>& image, const std::vector<A>& bias, const Up<A>& up)
-      : image_(image), bias_(bias), up_(up), pointers_(up.f.separable ? std::max(up.f.w, up.f.h) : up.f.w * up.f.h) {}
+      : image_(image),
+        bias_(bias),
+        up_(up),
+        pointers_(up.f.separable ? up.f.w : up.f.w * up.f.h),
+        gathered_(ring_rows(up)) {}
 
   // Vectors of scratch that a tile of upsampled width `width` needs.
   static int64_t need(const Up<A>& up, int64_t width) {
-    return (ceil_div(up.f.h, up.up) + 1) * round_up(seen(up, width), L) + 2 * round_up(seen(up, width), kFew);
+    return (ring_rows(up) + 1) * source(up, width) + kBatch * seen(up, width);
   }
+  // Samples are written in whole groups, of which some are beyond those asked for.
+  static int64_t before(const Up<A>& up) { return up.up - 1; }
+  static int64_t after(const Up<A>& up) { return kFew * up.up; }
 
   // Begin a tile whose first upsampled sample is (my[l], mx[l]) for lane l; all are congruent modulo the factor.
   void begin(Scratch<A>& scratch, const Lanes<A>& lanes, const int64_t* my, const int64_t* mx, int64_t width) {
     lanes_ = &lanes;
     groups_ = groups(up_, width);
-    seen_ = seen(up_, width);
-    source_ = round_up(seen_, L);
-    ring_.rows = ceil_div(up_.f.h, up_.up);
+    source_ = source(up_, width);
+    ring_.rows = ring_rows(up_);
     ring_.stride = source_ * L;
     ring_.at = scratch.take(ring_.rows * source_);
     planes_ = scratch.take(source_);
-    for (A*& columns : columns_) columns = scratch.take(round_up(seen_, kFew));
+    seen_ = seen(up_, width);
+    for (A*& columns : columns_) columns = scratch.take(seen_);
     for (int64_t l = 0; l < lanes.count; ++l) {
       row_[l] = ceil_div(my[l] - up_.pad_y, up_.up);
       const int64_t column = ceil_div(mx[l] - up_.pad_x, up_.up);
@@ -183,46 +190,52 @@ class UpStage {
                (column + first_[l]) * image_.stride_w;
       block_bias_[l] = bias_.empty() ? A(0) : bias_[lanes.c[l]];
     }
-    row_at_ = first_row_ = 0;
+    first_row_ = 0;
     phase_ = modulo(up_.pad_y - my[0], up_.up);
     lead_ = up_.up - 1 - modulo(up_.pad_x - mx[0], up_.up);
     next_ = 0;
-    ready_ = -1;
+    fetched_ = lanes.block ? last_[0] - first_[0] : lanes.count;
+    share_ = ceil_div(fetched_ * ceil_div(kBatch, up_.up), kBatch);
   }
 
-  // The upsampled row i of the tile, in `to`, activated or times the derivative at `at`. Rows are asked for in rising
-  // order.
-  template <Then then>
-  void row(int64_t i, A* to, Activation<A> act, const A* at) {
-    for (; row_at_ < i; ++row_at_) {
+  // Begin the next batch of upsampled rows: sums along the columns.
+  void batch(int64_t rows) {
+    int64_t end = 0;
+    const int64_t start = first_row_;
+    Gather<A> all{};
+    for (int64_t r = 0; r < rows; ++r) {
+      phases_[r] = phase_, starts_[r] = first_row_ - start;
+      all.first[r] = starts_[r];
+      all.n[r] = up_.rows[phase_];
+      all.taps[r] = up_.y[phase_].data();
+      end = std::max(end, first_row_ + up_.rows[phase_]);
       if (phase_-- == 0) phase_ = up_.up - 1, ++first_row_;
     }
-    const int64_t phase = phase_, first = first_row_, rows = up_.rows[phase];
-    for (next_ = std::max(next_, first); next_ < first + rows; ++next_) read(next_);
-    const A* columns = columns_[0];
-    if (up_.f.separable && i == ready_) {
-      columns = columns_[1];
-    } else if (up_.f.separable) {
-      fetch();
-      ring_.each(first, rows, [&](int64_t k, const A* row) { pointers_[k] = row; });
-      const bool two = phase > 0 && up_.rows[phase - 1] == rows;  // the next row sees the same source rows
-      const std::vector<A>*taps = &up_.y[phase], *next = two ? taps - 1 : taps;
-      sum<A>(two, {{columns_[0], columns_[1]}, 1, pointers_.data(), 1, {taps->data(), next->data()}, rows}, seen_);
-      ready_ = two ? i + 1 : -1;
-    }
+    for (next_ = std::max(next_, start); next_ < end; ++next_) read(next_);
+    fetch_row_ = next_, fetch_at_ = 0;
+    ring_.each(start, end - start, [&](int64_t k, const A* row) { gathered_[k] = row; });
+    if (!up_.f.separable) return;
+    std::copy(columns_, columns_ + kBatch, all.to);
+    all.from = gathered_.data(), all.rows = end - start;
+    PIXFUSE_WIDEST(gather(all, seen_));
+  }
+
+  // Row r of the batch, in `to`, activated or times the derivative at `at`.
+  template <Then then>
+  void row(int64_t r, A* to, Activation<A> act, const A* at) {
+    fetch();
     // A group of samples, one of each phase, sees the same source columns.
     for (int64_t p = up_.up - 1; p >= 0; --p) {
       const int64_t count = up_.columns[p], place = (up_.up - 1 - p - lead_) * L;
       const bool two = p > 0 && up_.columns[p - 1] == count;
-      const std::vector<A>* taps = up_.f.separable ? &up_.x[p] : &up_.full[phase * up_.up + p];
+      const std::vector<A>* taps = up_.f.separable ? &up_.x[p] : &up_.full[phases_[r] * up_.up + p];
       if (up_.f.separable) {
-        for (int64_t b = 0; b < count; ++b) pointers_[b] = columns + b * L;
+        for (int64_t b = 0; b < count; ++b) pointers_[b] = columns_[r] + b * L;
       } else {
-        ring_.each(first, rows, [&](int64_t a, const A* row) {
-          for (int64_t b = 0; b < count; ++b) pointers_[a * count + b] = row + b * L;
-        });
+        for (int64_t a = 0; a < up_.rows[phases_[r]]; ++a) {
+          for (int64_t b = 0; b < count; ++b) pointers_[a * count + b] = gathered_[starts_[r] + a] + b * L;
+        }
       }
-      fetch();
       sum<A, then>(two,
                    {{to + place, to + place + L},
                     up_.up,
@@ -237,36 +250,36 @@ class UpStage {
     }
   }
 
-  // Rows are written in whole groups, of which some are beyond the tile.
-  static int64_t before(const Up<A>& up) { return up.up - 1; }
-  static int64_t after(const Up<A>& up) { return kFew * up.up; }
-
  private:
   static int64_t groups(const Up<A>& up, int64_t width) { return round_up(ceil_div(up.up - 1 + width, up.up), kFew); }
-  static int64_t seen(const Up<A>& up, int64_t width) { return groups(up, width) + ceil_div(up.f.w, up.up) - 1; }
+  static int64_t seen(const Up<A>& up, int64_t width) {
+    return round_up(groups(up, width) + ceil_div(up.f.w, up.up) - 1, kFew);
+  }
+  static int64_t source(const Up<A>& up, int64_t width) { return round_up(seen(up, width), L); }
+  // Rows that a batch sees.
+  static int64_t ring_rows(const Up<A>& up) { return ceil_div(up.f.h, up.up) + ceil_div(kBatch - 1, up.up); }
 
-  // Ask memory for a share of the next source row: there is a call for each sum, so that requests and sums overlap.
+  // Ask memory for a share of the rows that the next batch brings: there is a call for each row, so that requests and
+  // sums overlap.
   void fetch() {
-    const int64_t calls = (up_.up + 1) / 2 * (up_.up + 1), call = fetched_++;
-    const int64_t whole = lanes_->block ? last_[0] - first_[0] : lanes_->count, share = (whole + calls - 1) / calls;
-    const int64_t begin = call * share, end = std::min(begin + share, whole), skip = next_ * image_.stride_h;
-    if (lanes_->block) {
-      if (row_[0] + next_ < 0 || row_[0] + next_ >= image_.h) return;
-      const T* x = at_[0] + skip + begin * image_.stride_w;
-      for (int64_t i = begin; i < end; ++i, x += image_.stride_w) __builtin_prefetch(x);
-      return;
-    }
-    for (int64_t l = begin; l < end; ++l) {
-      if (row_[l] + next_ < 0 || row_[l] + next_ >= image_.h) continue;
-      const T *x = at_[l] + skip, *stop = x + (last_[l] - first_[l]) * image_.stride_w;
-      for (; x < stop; x += 64 / sizeof(T)) __builtin_prefetch(x);
+    const int64_t ahead = next_ + ceil_div(kBatch, up_.up);
+    for (int64_t i = 0; i < share_ && fetch_row_ < ahead; ++i) {
+      const int64_t l = lanes_->block ? 0 : fetch_at_, skip = fetch_row_ * image_.stride_h;
+      if (0 <= row_[l] + fetch_row_ && row_[l] + fetch_row_ < image_.h) {
+        if (lanes_->block) {
+          __builtin_prefetch(at_[0] + skip + fetch_at_ * image_.stride_w);
+        } else {
+          const T *x = at_[l] + skip, *stop = x + (last_[l] - first_[l]) * image_.stride_w;
+          for (; x < stop; x += 64 / sizeof(T)) __builtin_prefetch(x);
+        }
+      }
+      if (++fetch_at_ == fetched_) fetch_at_ = 0, ++fetch_row_;
     }
   }
 
   // Bring source row r (counted from the tile's first) into the ring.
   void read(int64_t r) {
     A* pixels = ring_.row(r);
-    fetched_ = 0;
     bool inside = false;
     for (int64_t l = 0; l < lanes_->count; ++l) inside |= 0 <= row_[l] + r && row_[l] + r < image_.h;
     if (!inside) {
@@ -304,44 +317,42 @@ class UpStage {
   const std::vector<A>& bias_;
   const Up<A>& up_;
   const Lanes<A>* lanes_ = nullptr;
-  std::vector<const A*> pointers_;
-  int64_t groups_ = 0, seen_ = 0, source_ = 0, next_ = 0, fetched_ = 0, ready_ = -1, lead_ = 0;
-  int64_t row_at_ = 0, phase_ = 0, first_row_ = 0;  // the upsampled row at work, and the source row that it begins at
-  const T* at_[L] = {};                             // per lane: source row 0, from its first column inside the image
+  std::vector<const A*> pointers_, gathered_;
+  int64_t groups_ = 0, seen_ = 0, source_ = 0, next_ = 0, lead_ = 0;
+  int64_t phase_ = 0, first_row_ = 0;  // of the next batch's first row, and the source row that it begins at
+  int64_t phases_[kBatch] = {}, starts_[kBatch] = {};  // of the rows at work
+  int64_t fetched_ = 0, share_ = 0, fetch_row_ = 0, fetch_at_ = 0;
+  const T* at_[L] = {};  // per lane: source row 0, from its first column inside the image
   int64_t row_[L] = {}, first_[L] = {}, last_[L] = {};
   A block_bias_[L] = {};
   Ring<A> ring_;
-  A *planes_ = nullptr, *columns_[2] = {};
+  A *planes_ = nullptr, *columns_[kBatch] = {};
 };
 
-// Rows of the result from rows of the upsampled image: y[j] = sum over a of tap[a] * row[j * down + a].
+// Rows of the result from batches of rows of the upsampled image: y[j] = sum over a of tap[a] * row[j * down + a].
 template <class T>
 class DownStage {
   using A = acc_t<T>;
   static constexpr int64_t L = kLanes<A>;
 
  public:
-  // Upsampled rows are written from `before` pixels before their first to `after` ones after their last.
+  // Upsampled rows are written from `before` samples before their first to `after` ones after their last.
   DownStage(const Filter<A>& f, int64_t down, int64_t before, int64_t after)
-      : f_(f), down_(down), before_(before), after_(after), pointers_(f.separable ? std::max(f.w, f.h) : f.w * f.h) {}
+      : f_(f), down_(down), before_(before), after_(after), pointers_(f.separable ? f.w : f.w * f.h) {}
 
-  // The upsampled pixels that `width` results see, and vectors of scratch for a tile of them.
+  // The upsampled samples that `width` results see, and vectors of scratch for a tile of them.
   int64_t upsampled(int64_t width, int64_t taps) const { return (width - 1) * down_ + taps; }
   int64_t need(int64_t width) const {
-    const int64_t padded = round_up(width, kFew), row = before_ + upsampled(padded, f_.w) + after_;
-    return (f_.separable ? row + (ring_rows() + 2) * padded : f_.h * row) + 2 * round_up(width, L);
+    return ring_rows() * ring_stride(width) + row_size(width) + kBatch * padded(width) + 2 * round_up(width, L);
   }
 
   void begin(Scratch<A>& scratch, int64_t width) {
     width_ = width;
-    const int64_t padded = round_up(width, kFew), row = before_ + upsampled(padded, f_.w) + after_;
     ring_.rows = ring_rows();
-    ring_.stride = (f_.separable ? padded : row) * L;
-    ring_.at = scratch.take(ring_.rows * ring_.stride / L);
-    if (f_.separable) {
-      row_ = scratch.take(row);
-      for (A*& filtered : filtered_) filtered = scratch.take(padded);
-    }
+    ring_.stride = ring_stride(width) * L;
+    ring_.at = scratch.take(ring_.rows * ring_stride(width));
+    row_ = scratch.take(row_size(width));
+    for (A*& filtered : filtered_) filtered = scratch.take(padded(width));
     result_ = scratch.take(round_up(width, L));
     planes_ = scratch.take(round_up(width, L));
   }
@@ -349,53 +360,59 @@ class DownStage {
   // Where upsampled row i is to be written.
   A* row(int64_t i) { return (f_.separable ? row_ : ring_.row(i)) + before_ * L; }
 
-  // Upsampled row i is there: add it to the results that see it, and write the one that it completes.
-  void push(int64_t i, int64_t height, const Lanes<A>& lanes, const Image<T>& y) {
-    const int64_t rows = f_.separable && f_.h % 2 == 0 && down_ % 2 == 0 ? 2 : 1;  // added at a time
-    const int64_t complete = ceil_div(i + 1 - f_.h, down_);
+  // It is there, as row r of its batch.
+  void filter(int64_t i, int64_t r) {
+    if (!f_.separable) return;
+    for (int64_t b = 0; b < f_.w; ++b) pointers_[b] = row(i) + b * L;
+    sum<A>(false, {{filtered_[r]}, 1, pointers_.data(), down_, {f_.x.data()}, f_.w}, width_);
+  }
+
+  // The batch is there, that of rows i .. i + rows: add them to the results that see them, and write those of `height`
+  // that they complete.
+  void batch(int64_t i, int64_t rows, int64_t height, const Lanes<A>& lanes, const Image<T>& y) {
+    const int64_t first = std::max<int64_t>(ceil_div(i + 1 - f_.h, down_), 0);
     if (f_.separable) {
-      for (int64_t b = 0; b < f_.w; ++b) pointers_[b] = row(i) + b * L;
-      sum<A>(false, {{filtered_[i % rows]}, 1, pointers_.data(), down_, {f_.x.data()}, f_.w}, width_);
-      if (i % rows < rows - 1) return;
-      const int64_t start = i + 1 - rows, newest = std::min(start / down_, height - 1);
-      for (int64_t j = std::max<int64_t>(complete, 0); j <= newest; ++j) {
-        A* to = ring_.row(j);
-        const int64_t k = start - j * down_;
-        spread_.push_back({k + rows == f_.h ? result_ : to, k == 0 ? nullptr : to, &f_.y[k]});
-      }
-      const Spread<A> all{{filtered_[0], filtered_[1]}, spread_.data(), int64_t(spread_.size())};
-      if (rows == 2)
-        PIXFUSE_WIDEST(spread_all<A, 2>(all, width_));
-      else
-        PIXFUSE_WIDEST(spread_all<A, 1>(all, width_));
       spread_.clear();
+      for (int64_t j = first; j < height && j * down_ < i + rows; ++j) {
+        const int64_t k = i - j * down_, begin = std::max<int64_t>(-k, 0), end = std::min(f_.h - k, rows);
+        if (begin < end) spread_.push_back({ring_.row(j), &f_.y[k + begin], begin, end, k <= 0});
+      }
+      const Spread<A> all{
+          {filtered_[0], filtered_[1], filtered_[2], filtered_[3]}, spread_.data(), int64_t(spread_.size())};
+      PIXFUSE_WIDEST(spread(all, padded(width_)));
     }
-    if (complete < 0 || complete * down_ != i + 1 - f_.h) return;
-    if (!f_.separable) {
-      ring_.each(complete * down_, f_.h, [&](int64_t a, const A* row) {
+    for (int64_t j = first; j < height && j * down_ + f_.h <= i + rows; ++j) {
+      if (f_.separable) {
+        write(j, ring_.row(j), lanes, y);
+        continue;
+      }
+      ring_.each(j * down_, f_.h, [&](int64_t a, const A* row) {
         for (int64_t b = 0; b < f_.w; ++b) pointers_[a * f_.w + b] = row + (before_ + b) * L;
       });
       sum<A>(false, {{result_}, 1, pointers_.data(), down_, {f_.full.data()}, f_.w * f_.h}, width_);
+      write(j, result_, lanes, y);
     }
-    write(complete, lanes, y);
   }
 
  private:
   // Rows that are kept: results at work, or else upsampled rows.
-  int64_t ring_rows() const { return f_.separable ? ceil_div(f_.h, down_) : f_.h; }
+  int64_t ring_rows() const { return f_.separable ? (f_.h + kBatch - 2) / down_ + 1 : f_.h + kBatch - 1; }
+  int64_t ring_stride(int64_t width) const { return f_.separable ? round_up(padded(width), L) : row_size(width); }
+  int64_t row_size(int64_t width) const { return before_ + upsampled(padded(width), f_.w) + after_; }
+  static int64_t padded(int64_t width) { return round_up(width, kFew); }
 
-  void write(int64_t j, const Lanes<A>& lanes, const Image<T>& y) {
+  void write(int64_t j, const A* result, const Lanes<A>& lanes, const Image<T>& y) {
     auto target = [&](int64_t l) {
       return y.at + lanes.n[l] * y.stride_n + lanes.c[l] * y.stride_c + (lanes.y0[l] + j) * y.stride_h +
              lanes.x0[l] * y.stride_w;
     };
     if (lanes.block) {
-      store_pixels(result_, reinterpret_cast<T*>(planes_), target(0), y.stride_w, std::min(width_, y.w - lanes.x0[0]),
+      store_pixels(result, reinterpret_cast<T*>(planes_), target(0), y.stride_w, std::min(width_, y.w - lanes.x0[0]),
                    lanes.count);
       return;
     }
     const int64_t stride = round_up(width_, L);
-    PIXFUSE_WIDEST(transpose<A, false>(result_, planes_, stride, stride));
+    PIXFUSE_WIDEST(transpose<A, false>(result, planes_, stride, stride));
     for (int64_t l = 0; l < lanes.count; ++l) {
       if (lanes.y0[l] + j >= y.h) continue;
       store_row(planes_ + l * stride, target(l), y.stride_w, std::min(width_, y.w - lanes.x0[l]));
@@ -408,7 +425,7 @@ class DownStage {
   int64_t width_ = 0;
   Ring<A> ring_;
   std::vector<Part<A>> spread_;
-  A *row_ = nullptr, *filtered_[2] = {}, *result_ = nullptr, *planes_ = nullptr;
+  A *row_ = nullptr, *filtered_[kBatch] = {}, *result_ = nullptr, *planes_ = nullptr;
 };
 
 }  // namespace

@@ -20,7 +20,8 @@ PIXFUSE_TARGET void sum_columns(const Sums<A>& sums, int64_t begin, int64_t end)
         V tap[outputs];
         for (int o = 0; o < outputs; ++o) tap[o] = taps[o][k] - V{};
         for (int c = 0; c < columns; ++c) {
-          const V v = x[c * from_step * kParts];
+          V v = x[c * from_step * kParts];
+          if constexpr (outputs > 1 && kBytes == 64) asm("" : "+v"(v));  // loaded once, not by each sum
           for (int o = 0; o < outputs; ++o) sum[o][c] += tap[o] * v;
         }
       }
@@ -48,10 +49,10 @@ PIXFUSE_TARGET void sum_columns(const Sums<A>& sums, int64_t begin, int64_t end)
 
 template <class A, int outputs, Then then, int step>
 void sum_step(const Sums<A>& sums, int64_t count) {
-  constexpr int kMany = 12 / outputs, kFewer = kFew / outputs;
+  constexpr int kMany = 12 / outputs;
   const int64_t most = count / kMany * kMany;
   sum_columns<A, outputs, kMany, then, step>(sums, 0, most);
-  sum_columns<A, outputs, kFewer, then, step>(sums, most, count);
+  if (most < count) sum_columns<A, outputs, kFew, then, step>(sums, most, count);
 }
 
 template <class A, int outputs, Then then>
@@ -62,35 +63,64 @@ void sum_all(const Sums<A>& sums, int64_t count) {
     sums.from_step == 2 ? sum_step<A, 1, then, 2>(sums, count) : sum_step<A, 1, then, 0>(sums, count);
 }
 
-template <class A, int rows, int columns>
-PIXFUSE_TARGET void spread_columns(const Spread<A>& spread, int64_t begin, int64_t end) {
+template <class A>
+PIXFUSE_TARGET void gather(const Gather<A>& g, int64_t count) {
   typedef A V __attribute__((vector_size(kBytes), may_alias));
   constexpr int64_t kParts = kVectorBytes / kBytes;
-  for (int64_t i = begin * kParts; i < end * kParts; i += columns) {
-    V x[rows][columns];
-    for (int r = 0; r < rows; ++r) {
-      for (int c = 0; c < columns; ++c) x[r][c] = reinterpret_cast<const V*>(spread.rows[r])[i + c];
+  constexpr int columns = kBytes == 64 ? 6 : 3;  // with the sums, all that the registers hold
+  for (int64_t i = 0; i < count * kParts; i += columns) {
+    V sum[kBatch][columns] = {};
+    for (int64_t k = 0; k < g.rows; ++k) {
+      V x[columns];
+#pragma GCC unroll 8
+      for (int c = 0; c < columns; ++c) x[c] = reinterpret_cast<const V*>(g.from[k])[i + c];
+#pragma GCC unroll 8
+      for (int o = 0; o < kBatch; ++o) {
+        if (uint64_t(k - g.first[o]) >= uint64_t(g.n[o])) continue;
+        const V tap = g.taps[o][k - g.first[o]] - V{};
+#pragma GCC unroll 8
+        for (int c = 0; c < columns; ++c) sum[o][c] += tap * x[c];
+      }
     }
-    for (int64_t p = 0; p < spread.n; ++p) {
-      const auto [to, from, taps] = spread.parts[p];
-      V tap[rows], sum[columns] = {};
-      for (int r = 0; r < rows; ++r) tap[r] = taps[r] - V{};
-      if (from) {
-        for (int c = 0; c < columns; ++c) sum[c] = reinterpret_cast<const V*>(from)[i + c];
-      }
-      for (int c = 0; c < columns; ++c) {
-        for (int r = 0; r < rows; ++r) sum[c] += tap[r] * x[r][c];
-        reinterpret_cast<V*>(to)[i + c] = sum[c];
-      }
+#pragma GCC unroll 8
+    for (int o = 0; o < kBatch; ++o) {
+#pragma GCC unroll 8
+      for (int c = 0; c < columns; ++c) reinterpret_cast<V*>(g.to[o])[i + c] = sum[o][c];
     }
   }
 }
 
-template <class A, int rows>
-void spread_all(const Spread<A>& spread, int64_t count) {
-  const int64_t most = count / 8 * 8;
-  spread_columns<A, rows, 8>(spread, 0, most);
-  spread_columns<A, rows, kFew>(spread, most, count);
+template <class A>
+PIXFUSE_TARGET void spread(const Spread<A>& spread, int64_t count) {
+  typedef A V __attribute__((vector_size(kBytes), may_alias));
+  constexpr int64_t kParts = kVectorBytes / kBytes;
+  constexpr int columns = kBytes == 64 ? 6 : 3;
+  for (int64_t i = 0; i < count * kParts; i += columns) {
+    V x[kBatch][columns];
+#pragma GCC unroll 8
+    for (int r = 0; r < kBatch; ++r) {
+#pragma GCC unroll 8
+      for (int c = 0; c < columns; ++c) x[r][c] = reinterpret_cast<const V*>(spread.rows[r])[i + c];
+    }
+    for (int64_t p = 0; p < spread.n; ++p) {
+      const auto [to, taps, first, last, fresh] = spread.parts[p];
+      V* y = reinterpret_cast<V*>(to) + i;
+      V sum[columns] = {};
+      if (!fresh) {
+#pragma GCC unroll 8
+        for (int c = 0; c < columns; ++c) sum[c] = y[c];
+      }
+#pragma GCC unroll 8
+      for (int r = 0; r < kBatch; ++r) {
+        if (r < first || r >= last) continue;
+        const V tap = taps[r - first] - V{};
+#pragma GCC unroll 8
+        for (int c = 0; c < columns; ++c) sum[c] += tap * x[r][c];
+      }
+#pragma GCC unroll 8
+      for (int c = 0; c < columns; ++c) y[c] = sum[c];
+    }
+  }
 }
 
 // to[i] = x[i * stride ..] + bias, pixels of all lanes that lie anywhere.
