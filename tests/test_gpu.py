@@ -18,6 +18,7 @@ import pixfuse
 from pixfuse._shared import calls
 from pixfuse._shared.testing import DTYPES, Case, check_forward_mode, check_values_and_gradients, random_like
 from pixfuse.bias_act import cases as bias_act
+from pixfuse.conv2d_resample import cases as conv2d_resample
 from pixfuse.filtered_lrelu import cases as filtered_lrelu
 from pixfuse.group_norm import cases as group_norm
 from pixfuse.upfirdn2d import cases as upfirdn2d
@@ -32,6 +33,7 @@ CASES: list[tuple[Callable[..., Tensor], Case]] = [
     *((pixfuse.group_norm, case) for case in group_norm.CASES),
     *((pixfuse.upsample_nearest, case) for case in upsample.NEAREST_CASES),
     *((pixfuse.interpolate, case) for case in upsample.INTERPOLATE_CASES),
+    *((conv2d_resample.modulated_weights, case) for case in conv2d_resample.CASES),
 ]
 every_case = pytest.mark.parametrize(
     ("function", "case"), [pytest.param(f, c, id=f"{f.__name__}-{c.id}") for f, c in CASES]
@@ -40,7 +42,7 @@ OPS = ("bias_act", "group_norm", "upfirdn2d", "upsample_nearest", "interpolate",
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", [*OPS, "modulation"])
 def test_the_fast_path_is_taken(op: str, dtype: torch.dtype) -> None:
     found = pixfuse.backend(op, torch.zeros(1, device="cuda", dtype=dtype))
     assert found == "triton", found.reason
@@ -242,5 +244,5 @@ def test_more_than_2_31_elements(op: str, channels_last: bool) -> None:
 def test_cases_are_whole() -> None:
     """Every public op has cases here."""
     names: set[Any] = {f.__name__ for f, _ in CASES}
-    assert names == set(OPS)
+    assert names == {*OPS, "modulated_weights"}
     assert all(dataclasses.is_dataclass(case) for _, case in CASES)

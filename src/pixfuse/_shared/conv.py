@@ -70,12 +70,14 @@ class _Gate(torch.autograd.Function):
         return None if weight_gradients_disabled() else dw
 
 
+def gated(weight: Tensor) -> bool:
+    """Whether :func:`no_weight_gradients` counts for what is computed from ``weight`` here."""
+    return on_shards(weight) or not _leave_to_torch(weight, weight, None)
+
+
 def gate(weight: Tensor) -> Tensor:
     """``weight`` for whatever is computed from it: inside :func:`no_weight_gradients` it gets None from all of that."""
-    if _leave_to_torch(weight, weight, None) and not on_shards(weight):
-        return weight
-    result: Tensor = _Gate.apply(weight)
-    return result
+    return _Gate.apply(weight) if gated(weight) else weight
 
 
 def conv2d(
@@ -145,7 +147,7 @@ def conv_transpose2d(
 
 def scaled(x: Tensor, scale: Tensor) -> Tensor:
     """``x`` ``[N, C, H, W]`` times ``scale`` ``[N, C]``."""
-    return split_as(x, split_as(x, x) * scale[:, :, None, None])
+    return split_as(x, split_as(x, x) * scale.reshape(*scale.shape, 1, 1))
 
 
 class _How(NamedTuple):
@@ -265,7 +267,7 @@ def _convolve_alike(x: Tensor, weight: Tensor, bias: Tensor | None, how: _How) -
         return _Convolution.apply(cast(x), cast(weight), None if bias is None else cast(bias), how)
 
 
-def _wanted(ctx: Any, weight: int | None = None) -> list[bool]:
+def wanted(ctx: Any, weight: int | None = None) -> list[bool]:
     """Which inputs of a node the running backward needs; ``needs_input_grad`` only knows which could need one.
 
     ``weight`` is the number of the one that :func:`no_weight_gradients` is about.
@@ -296,7 +298,7 @@ class _Convolution(torch.autograd.Function):
         if dy is None:
             return (None,) * 4
         x, weight = ctx.saved_tensors
-        need_dx, need_dw, need_db = _wanted(ctx, 1)[:3]
+        need_dx, need_dw, need_db = wanted(ctx, 1)[:3]
         if x is not None and not torch.is_grad_enabled():  # nobody differentiates again: all in one call
             return *_derivatives(dy, x, weight, ctx.how, need_dx, need_dw, need_db), None
         dx = _Transposed.apply(dy, weight, _form(x), ctx.how, ctx.size) if need_dx else None
@@ -319,7 +321,7 @@ class _ScaledConvolution(torch.autograd.Function):
         if dy is None:
             return (None,) * 4
         x, scale, weight = ctx.saved_tensors
-        need_dx, need_dscale, need_dw = _wanted(ctx, 2)[:3]
+        need_dx, need_dscale, need_dw = wanted(ctx, 2)[:3]
         need_d = need_dx or need_dscale
         product = scaled(x, scale) if need_dw else x
         if not torch.is_grad_enabled():
@@ -353,7 +355,7 @@ class _Transposed(torch.autograd.Function):
         if v is None:
             return (None,) * 5
         dy, weight = ctx.saved_tensors
-        need_ddy, need_dw = _wanted(ctx, 1)[:2]
+        need_ddy, need_dw = wanted(ctx, 1)[:2]
         ddy = _Convolution.apply(v, weight, None, ctx.how) if need_ddy else None
         dw = _WeightGradient.apply(v, dy, weight.detach(), ctx.how) if need_dw else None
         return ddy, dw, None, None, None
@@ -374,7 +376,7 @@ class _WeightGradient(torch.autograd.Function):
         if v is None:
             return (None,) * 4
         x, dy = ctx.saved_tensors
-        need_x, need_dy = _wanted(ctx)[:2]
+        need_x, need_dy = wanted(ctx)[:2]
         how = _Ungated(*ctx.how)  # v is no weight
         dx = _Transposed.apply(dy, v, _form(x), how, x.shape) if need_x else None
         return dx, _Convolution.apply(x, v, None, how) if need_dy else None, None, None

@@ -1,4 +1,7 @@
-"""The public functions ``conv2d_resample`` and ``modulated_conv2d``: compositions of convolutions and ``upfirdn2d``."""
+"""The public functions ``conv2d_resample`` and ``modulated_conv2d``: compositions of convolutions and ``upfirdn2d``.
+
+What demodulation makes of weight and styles is an op, in ``modulation.py``.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +12,14 @@ import torch
 from torch import Tensor
 
 from .._shared import checks
-from .._shared.conv import as_x_is, autocast_device, conv2d, conv_transpose2d, gate, on_shards, scaled, split_as
-from .._shared.layout import compute_dtype, is_channels_last
+from .._shared.conv import as_x_is, autocast_device, conv2d, conv_transpose2d, gate, gated, on_shards, scaled, split_as
+from .._shared.layout import cast, compute_dtype, is_channels_last
 from .._shared.library import ALIASES
 from ..upfirdn2d import upfirdn2d
 from ..upfirdn2d.op import Quad, check_fixed_filter, filter_size, parse_padding
-
-_EPS = 1e-8
+from . import reference
+from .modulation import modulation
+from .reference import EXACT, PLAIN, ROUNDED
 
 
 def conv2d_resample(
@@ -145,18 +149,18 @@ def modulated_conv2d(
         checks.same_device(op, "noise", noise, x)
 
     weight, styles = as_x_is(op, x, weight=weight, styles=styles)
-    w, s, d = _factors(x, gate(weight), styles, demodulate)
     n, c, h, width = x.shape
     conv = (resample_filter, up, down, pads)
     # Split images and images in channels_last stay as they are where one convolution has all of them.
     one_for_all = on_shards(x) or is_channels_last(x) or (torch.compiler.is_exporting() and isinstance(n, torch.SymInt))
-    fused_modconv = fused_modconv and not one_for_all
-    if not fused_modconv or 0 in (n, c, weight.shape[0]):
-        y = _resampled(x, w.to(x.dtype), *conv, 1, flip_weight, False, s.to(x.dtype))
+    shared = not fused_modconv or one_for_all or 0 in (n, c, weight.shape[0])
+    w, s, d = _factors(x, weight, styles, demodulate, shared)
+    if shared:
+        y = _resampled(x, cast(w, x.dtype), *conv, 1, flip_weight, False, cast(s, x.dtype))
         if d is not None:
-            y = scaled(y, d.to(y.dtype))
+            y = scaled(y, cast(d, y.dtype))
     else:
-        w = w * s[:, None, :, None, None]
+        w = cast(w, compute_dtype(x)) * cast(s, compute_dtype(x))[:, None, :, None, None]
         if d is not None:
             w = w * d[:, :, None, None, None]
         w, x = w.to(x.dtype).flatten(0, 1), x.reshape(1, n * c, h, width)
@@ -165,25 +169,35 @@ def modulated_conv2d(
     return y if noise is None else split_as(y, y + split_as(y, noise).to(y.dtype))
 
 
-def _factors(x: Tensor, weight: Tensor, styles: Tensor, demodulate: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+def _factors(
+    x: Tensor, weight: Tensor, styles: Tensor, demodulate: bool, shared: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """Weight, styles and the demodulation ``[N, out]``, such that the result is ``demodulation * (w * (s * x))``.
 
-    In 16 bits ``w`` and ``s`` come divided by their largest magnitude (``w`` also by the root of its terms). The
-    demodulation multiplies it back, so the result does not depend on it: it counts as a constant for the gradients.
+    For 16-bit ``x`` they are normalised, and for a ``shared`` convolution rounded; see ``reference.modulation``.
     """
-    with torch.autocast(autocast_device(x), enabled=False):
-        w, s = weight.to(compute_dtype(x)), styles.to(compute_dtype(x))
-        if not demodulate:
-            return w, s, None
-        eps: Any = _EPS
-        if x.dtype.itemsize == 2 and w.numel() > 0 and s.numel() > 0:
-            tiny = torch.finfo(w.dtype).tiny
-            largest_w = w.detach().abs().amax((1, 2, 3), keepdim=True).clamp(min=tiny) * w[0].numel() ** 0.5
-            largest_s = s.detach().abs().amax(1, keepdim=True).clamp(min=tiny)
-            w, s = w / largest_w, s / largest_s
-            eps = (_EPS**0.5 / largest_s / largest_w.reshape(1, -1)).square()
-        power = s.square() @ w.square().sum((2, 3)).mT
-        return w, s, (power + eps).rsqrt()
+    by_definition = _by_definition(x)
+    if by_definition or not shared:  # else the op and the convolution do that
+        weight = gate(weight)
+    if not demodulate:
+        return weight, styles, None
+    if compute_dtype(weight) != compute_dtype(x):
+        weight = weight.to(compute_dtype(x))
+    dtype = PLAIN
+    if x.dtype.itemsize == 2:  # autocast rounds by itself
+        dtype = ROUNDED.index(x.dtype) if shared and not torch.is_autocast_enabled(autocast_device(x)) else EXACT
+    channels_last = dtype != PLAIN and is_channels_last(x)
+    if by_definition:
+        with torch.autocast("cpu", enabled=False):
+            w, s, d = reference.modulation(weight, styles, dtype, channels_last, False)
+    else:
+        w, s, d = modulation(weight, styles, dtype, channels_last, gated(weight))
+    return (weight, styles, d) if dtype == PLAIN else (w, s, d)
+
+
+def _by_definition(x: Tensor) -> bool:
+    """Whether autograd shall see into the factors: it keeps what an op without a kernel computes twice."""
+    return x.device.type == "cpu" and not on_shards(x)
 
 
 def _resampled(
@@ -258,7 +272,8 @@ def _conv_transposed(
 ) -> Tensor:
     """Convolution of ``x`` with ``stride - 1`` zeros between its samples; a transposed one scatters, so convolves."""
     w = w.flip(2, 3) if flip_weight else w
-    w = w.unflatten(0, (groups, -1)).transpose(1, 2).flatten(0, 1)  # [in, out / groups, kh, kw]
+    # [in, out / groups, kh, kw]
+    w = w.transpose(0, 1) if groups == 1 else w.unflatten(0, (groups, -1)).transpose(1, 2).flatten(0, 1)
     return conv_transpose2d(x, w, stride=stride, padding=padding, groups=groups, scale=scale, gated=gated)
 
 

@@ -1,4 +1,4 @@
-"""Convolution with resampling, and modulated convolution: the definitions, without shortcuts.
+"""Convolution with resampling, modulated convolution and the factors of that: the definitions, without shortcuts.
 
 ``y = D_down · [F if down > 1] · W · [up² F if up > 1] · P · U_up · x``, right to left: zero insertion, one padding,
 filter, convolution without padding, filter, decimation. ``U`` to ``F`` and ``F`` to ``D`` are one ``upfirdn2d`` each.
@@ -6,13 +6,21 @@ filter, convolution without padding, filter, decimation. ``U`` to ``F`` and ``F`
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .._shared.layout import cast, compute_dtype, is_channels_last, to_layout
 from ..upfirdn2d import upfirdn2d
 
 Quad = tuple[int, int, int, int]
+
+EPS = 1e-8
+# What ``modulation`` gives: only the demodulation; all three factors rounded to one of two dtypes, or not rounded.
+PLAIN, BFLOAT16, FLOAT16, EXACT = range(4)
+ROUNDED = (None, torch.bfloat16, torch.float16, None)
 
 
 def conv2d_resample(
@@ -38,3 +46,77 @@ def modulated_weight(weight: Tensor, styles: Tensor, demodulate: bool) -> Tensor
     if demodulate:
         w = w * torch.rsqrt(w.square().sum((2, 3, 4), keepdim=True) + 1e-8)
     return w
+
+
+def modulation(
+    weight: Tensor, styles: Tensor, dtype: int, channels_last: bool, gated: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``w`` ``[O, C, kh, kw]``, ``s`` ``[N, C]``, ``demodulation`` ``[N, O]``: the image is ``d * conv(s * x, w)``.
+
+    PLAIN: ``w`` and ``s`` are the arguments themselves, so they come empty. Else each row of the weight and of the
+    styles is divided by its largest magnitude (the weight's also by the root of its length), so that no product
+    overflows in 16 bits. The demodulation multiplies that back, so it counts as a constant for the gradients.
+
+    ``channels_last`` is the layout of ``w``. ``gated``: the weight's gradient heeds ``no_weight_gradients``.
+    """
+    w, s, _, _, _, power = _factors(weight, styles, dtype)
+    d = power.rsqrt()
+    if dtype == PLAIN:
+        return w.new_empty(0), s.new_empty(0), d
+    rounded = ROUNDED[dtype] or w.dtype
+    return to_layout(w.to(rounded), channels_last), s.to(rounded).contiguous(), d.to(rounded)
+
+
+def modulation_backward(
+    weight: Tensor,
+    styles: Tensor,
+    dw: Tensor | None,
+    ds: Tensor | None,
+    dd: Tensor | None,
+    dtype: int,
+    need_dweight: bool,
+    need_dstyles: bool,
+) -> tuple[Tensor, Tensor]:
+    """``dweight`` and ``dstyles`` like ``weight`` and ``styles`` from the gradients of the three factors.
+
+    None stands for zeros; ``[0]`` for what is not needed. The factors are computed again.
+    """
+    w, s, largest_w, largest_s, squares, power = _factors(weight, styles, dtype)
+    dpower = None if dd is None else dd.to(w.dtype) * power.rsqrt() ** 3 * -0.5
+    dweight, dstyles = weight.new_empty(0), styles.new_empty(0)
+    if need_dweight:
+        dw = torch.zeros_like(w) if dw is None else dw.to(w.dtype)
+        if dpower is not None:
+            dw = dw + 2 * w * (dpower.mT @ s.square())[:, :, None, None]
+        dweight = to_layout(_over(dw, largest_w).to(weight.dtype), is_channels_last(weight))
+    if need_dstyles:
+        ds = torch.zeros_like(s) if ds is None else ds.to(s.dtype)
+        if dpower is not None:
+            ds = ds + 2 * s * (dpower[:, :, None] * squares).sum(1)
+        dstyles = _over(ds, largest_s).to(styles.dtype).contiguous()
+    return dweight, dstyles
+
+
+def _factors(
+    weight: Tensor, styles: Tensor, dtype: int
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor, Tensor]:
+    """``w``, ``s``, what they were divided by, ``sum w^2`` ``[O, C]``, and the demodulation to the power -2."""
+    w, s = (cast(t, compute_dtype(weight)) for t in (weight, styles))
+    largest_w = largest_s = None
+    eps: Tensor | float = EPS
+    if dtype != PLAIN:
+        tiny = torch.finfo(w.dtype).tiny
+        if w.shape[1] > 0:
+            largest_w = w.detach().abs().amax((1, 2, 3), keepdim=True).clamp(min=tiny) * math.prod(w.shape[1:]) ** 0.5
+            largest_s = s.detach().abs().amax(1, keepdim=True).clamp(min=tiny)
+        else:
+            largest_w, largest_s = w.new_ones(w.shape[0], 1, 1, 1), s.new_ones(s.shape[0], 1)
+        w, s = w / largest_w, s / largest_s
+        eps = (EPS**0.5 / largest_s / largest_w.reshape(1, -1)).square()
+    squares = w.square().sum((2, 3))
+    # No matrix product: what that gives for an image depends on how many there are.
+    return w, s, largest_w, largest_s, squares, (s.square()[:, None, :] * squares).sum(2) + eps
+
+
+def _over(t: Tensor, largest: Tensor | None) -> Tensor:
+    return t if largest is None else t / largest
