@@ -16,9 +16,20 @@ from torch import Tensor
 
 import pixfuse
 from pixfuse._shared import calls
-from pixfuse._shared.testing import DTYPES, Case, check_forward_mode, check_values_and_gradients, random_like
+from pixfuse._shared.layout import to_layout
+from pixfuse._shared.library import by_definition
+from pixfuse._shared.testing import (
+    DTYPES,
+    Case,
+    assert_within,
+    check_forward_mode,
+    check_values_and_gradients,
+    random_like,
+)
 from pixfuse.bias_act import cases as bias_act
 from pixfuse.conv2d_resample import cases as conv2d_resample
+from pixfuse.conv2d_resample.modulation import modulation
+from pixfuse.conv2d_resample.reference import BFLOAT16, EXACT, FLOAT16, PLAIN
 from pixfuse.filtered_lrelu import cases as filtered_lrelu
 from pixfuse.group_norm import cases as group_norm
 from pixfuse.upfirdn2d import cases as upfirdn2d
@@ -239,6 +250,36 @@ def test_more_than_2_31_elements(op: str, channels_last: bool) -> None:
     assert y.numel() > 2**31
     for i in (0, x.shape[0] - 1):
         assert torch.equal(y[i : i + 1], WIDE[op](x[i : i + 1]))
+
+
+@pytest.mark.parametrize("dtype", [PLAIN, BFLOAT16, FLOAT16, EXACT])
+@pytest.mark.parametrize("shape", [(512, 512, 3, 3), (16, 32, 3, 3), (3, 2000, 3, 3), (40, 24, 7, 7)])
+def test_factors_of_a_layer(shape: tuple[int, ...], dtype: int) -> None:
+    """``modulation`` at the sizes of layers: right, equal from run to run, and an image for itself to the last bit."""
+    channels_last = dtype in (BFLOAT16, FLOAT16)
+
+    def everything(weight: Tensor, styles: Tensor, images: slice = slice(None)) -> list[Tensor]:
+        leaves = [weight.detach().requires_grad_(), styles[images].detach().requires_grad_()]
+        found = [t for t in modulation(*leaves, dtype, channels_last, False) if t.numel()]
+        upstream = [random_like(t.new_empty(4, t.shape[1]))[images] if t.dim() == 2 else random_like(t) for t in found]
+        return [*(t.detach() for t in found), *torch.autograd.grad(found, leaves, upstream)]
+
+    generator = torch.Generator().manual_seed(0)
+    weight, styles = (torch.randn(s, generator=generator).cuda() for s in (shape, (4, shape[1])))
+    got = everything(weight, styles)
+    for a, b in zip(got, everything(weight, styles), strict=True):
+        assert torch.equal(a, b)
+    for a, b in zip(got, everything(to_layout(weight, True), styles), strict=True):
+        torch.testing.assert_close(a, b)
+    with by_definition():
+        plain, truth = everything(weight, styles), everything(weight.double(), styles.double())
+    for i, (g, p, t) in enumerate(zip(got, plain, truth, strict=True)):
+        assert g.dtype == p.dtype
+        assert_within(g, p, t.double(), f"result {i}")
+    for i in range(4):
+        for together, alone in zip(got, everything(weight, styles, slice(i, i + 1)), strict=True):
+            if alone.dim() == 2:  # s, demodulation, dstyles
+                assert torch.equal(together[i : i + 1], alone)
 
 
 def test_cases_are_whole() -> None:
