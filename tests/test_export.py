@@ -198,7 +198,8 @@ torch.save(model(torch.load({str(tmp_path / "style.pt")!r})), {str(tmp_path / "p
 """
     own = {"PYTHONPATH": str(Path(pixfuse.__file__).parents[1]), "OMP_NUM_THREADS": "1", "HOME": str(tmp_path)}
     environment = {k: v for k, v in os.environ.items() if k in ("PATH", "LD_LIBRARY_PATH")} | own  # where drivers lie
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=300)
+    command = [sys.executable, "-X", "faulthandler", "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
     assert done.returncode == 0, done.stderr
     with torch.no_grad():
         torch.testing.assert_close(torch.load(tmp_path / "pictures.pt"), model(style))
