@@ -10,6 +10,14 @@ constexpr int64_t kSamples = 16;  // partial sums over the batch at most
 
 // --- row loops -------------------------------------------------------------------------------------------------
 
+// x as the loops take it: xhat, or without an activation, which needs that, x - mean, an instruction less. rstd is in
+// the sums and in q then.
+template <Act act, class A>
+PIXFUSE_INLINE Two<A> centred(Two<A> x, A mean_a, A mean_b, A rstd_a, A rstd_b) {
+  if constexpr (act == kNone) return {x.a - mean_a, x.b - mean_b};
+  return {(x.a - mean_a) * rstd_a, (x.b - mean_b) * rstd_b};
+}
+
 // Add the sums of g = dy * act'(z) and of g * xhat over the n elements of each channel, [channel][2]. If there is an
 // activation g is kept for run_dx: as it lies, of words those of the first halves of 2 * kLanes elements first.
 template <class T, Act act>
@@ -32,7 +40,7 @@ PIXFUSE_CLONES void run_sums(const T* x, const T* dy, int64_t n, int64_t channel
           } else {
             u = {load(x[i + j]), load(x[i + j + kLanes])}, g = {load(dy[i + j]), load(dy[i + j + kLanes])};
           }
-          u = {(u.a - mean) * rstd, (u.b - mean) * rstd};
+          u = centred<act>(u, mean, mean, rstd, rstd);
           g = slopes_of<T, act>(g, {u.a * gamma + beta, u.b * gamma + beta}, limits);
           if constexpr (act != kNone) kept[i + j] = g.a, kept[i + j + kLanes] = g.b;
           s[j] += g.a + g.b;
@@ -43,7 +51,8 @@ PIXFUSE_CLONES void run_sums(const T* x, const T* dy, int64_t n, int64_t channel
         const int64_t m = std::min(kLanes, end - i);
 #pragma GCC ivdep
         for (int64_t j = 0; j < m; ++j) {
-          const A u = (load(x[i + j]) - mean) * rstd, z = u * gamma + beta, d = load(dy[i + j]);
+          const A v = load(x[i + j]), u = centred<act>({v, v}, mean, mean, rstd, rstd).a;
+          const A z = u * gamma + beta, d = load(dy[i + j]);
           const A g = slopes_of<T, act>({d, d}, {z, z}, limits).a;
           if constexpr (act != kNone) kept[i + j] = g;
           s[j] += g;
@@ -53,7 +62,7 @@ PIXFUSE_CLONES void run_sums(const T* x, const T* dy, int64_t n, int64_t channel
       i = end;
       add_lanes(s, t);
       sums[2 * c] += s[0];
-      sums[2 * c + 1] += t[0];
+      sums[2 * c + 1] += act == kNone ? double(t[0]) * double(rstd) : double(t[0]);
     }
   }
 }
@@ -67,7 +76,7 @@ PIXFUSE_CLONES void run_dx(const T* x, const G* dy, T* dx, int64_t n, int64_t ch
   for (int64_t c = 0; c < channels; ++c, x += n, dy += n, dx += n) {
     const A gamma = gammas[c], beta = betas[c];
     auto values = [&](Two<A> u, Two<A> g) __attribute__((always_inline)) {
-      u = {(u.a - mean) * rstd, (u.b - mean) * rstd};
+      u = centred<act>(u, mean, mean, rstd, rstd);
       g = slopes_of<T, act>(g, {u.a * gamma + beta, u.b * gamma + beta}, limits);
       return Two<A>{rstd * ((gamma * g.a - p) - u.a * q), rstd * ((gamma * g.b - p) - u.b * q)};
     };
@@ -102,7 +111,7 @@ PIXFUSE_CLONES void column_sums(const T* x, const T* dy, int64_t ld, int64_t row
   using A = acc_t<T>;
   const Limits limits;
   auto products = [&](Two<A>& u, Two<A>& g, int64_t i, int64_t j) __attribute__((always_inline)) {
-    u = {(u.a - mean[i]) * rstd[i], (u.b - mean[j]) * rstd[j]};
+    u = centred<act>(u, mean[i], mean[j], rstd[i], rstd[j]);
     g = slopes_of<T, act>(g, {u.a * gamma[i] + beta[i], u.b * gamma[j] + beta[j]}, limits);
   };
   int64_t r = 0;
@@ -163,7 +172,7 @@ PIXFUSE_CLONES void column_dx(const T* x, const G* dy, T* dx, int64_t ld, int64_
   using A = acc_t<T>;
   const Limits limits;
   auto values = [&](Two<A> u, Two<A> g, int64_t i, int64_t j) __attribute__((always_inline)) {
-    u = {(u.a - mean[i]) * rstd[i], (u.b - mean[j]) * rstd[j]};
+    u = centred<act>(u, mean[i], mean[j], rstd[i], rstd[j]);
     g = slopes_of<T, act>(g, {u.a * gamma[i] + beta[i], u.b * gamma[j] + beta[j]}, limits);
     return Two<A>{rstd[i] * ((gamma[i] * g.a - p[i]) - u.a * q[i]), rstd[j] * ((gamma[j] * g.b - p[j]) - u.b * q[j])};
   };
@@ -232,6 +241,9 @@ struct Backward {
     return {mean[i], rstd[i], A(0), A(0), A(0)};
   }
 
+  // For the kernel of dx: that without an activation takes x - mean instead of xhat.
+  A q_of(const Group& u) const { return problem.act == kNone || keeps() ? u.q * u.rstd : u.q; }
+
   // The kernels' sums of a channel as the definition's.
   static Sums corrected(const Sums& c, const Group& u) { return {c.b, c.s + double(u.rest) * c.b}; }
 
@@ -276,7 +288,7 @@ struct Backward {
     w.offset.resize(channels);
     for (int64_t k = 0; k < channels; ++k) w.offset[k] = beta(c + k, u);
     auto apply = [&](auto* kernel, auto* from) {
-      kernel(x + at, from, dx + at, n, channels, u.mean, u.rstd, gammas.data() + c, w.offset.data(), u.p, u.q);
+      kernel(x + at, from, dx + at, n, channels, u.mean, u.rstd, gammas.data() + c, w.offset.data(), u.p, q_of(u));
     };
     if (keeps())
       apply(run_dx<T, A, kNone>, kept_at(at, w));
@@ -289,8 +301,10 @@ struct Backward {
     v.spread(w.mean.data(), [&](int64_t g, int64_t) { return u[g].mean; });
     v.spread(w.scale.data(), [&](int64_t g, int64_t) { return u[g].rstd; });
     v.spread(w.gamma.data(), [&](int64_t, int64_t c) { return g0[c]; });
+    for (auto* values : {&w.mean, &w.scale, &w.gamma}) arrange<T>(*values, v.width(), w.scratch);
+    if (problem.act == kNone) return;
     v.spread(w.offset.data(), [&](int64_t g, int64_t c) { return b0[c] + u[g].rest * g0[c]; });
-    for (auto* values : {&w.mean, &w.scale, &w.gamma, &w.offset}) arrange<T>(*values, v.width(), w.scratch);
+    arrange<T>(w.offset, v.width(), w.scratch);
   }
 
   int64_t kept_ld(const Columns& v) const { return keeps_in_dx() ? v.ld : keeps() ? 2 * v.half() : 0; }
@@ -312,16 +326,16 @@ struct Backward {
       fold<T>(w.s.data(), w.sum.data(), columns, v.half());
       fold<T>(w.t.data(), w.squares.data(), columns, v.half());
     });
-    for (int64_t c = 0; c < v.groups * d; ++c) {
-      Sums total;
-      for (int64_t p = 0; p < v.pixels_per_row; ++p) {
-        for (int64_t k = 0; k < v.repeat; ++k) {
-          const int64_t j = p * v.pixel_columns() + c * v.repeat + k;
-          total.b += w.sum[j];
-          total.s += w.squares[j];
-        }
+    std::fill_n(channels, v.groups * d, Sums{});
+    const double *b = w.sum.data(), *t = w.squares.data();
+    for (int64_t p = 0; p < v.pixels_per_row; ++p) {
+      for (int64_t c = 0; c < v.groups * d; ++c) {
+        for (int64_t k = 0; k < v.repeat; ++k) channels[c].b += *b++, channels[c].s += *t++;
       }
-      channels[c] = total;
+    }
+    if (problem.act != kNone) return;
+    for (int64_t g = 0; g < v.groups; ++g) {
+      for (int64_t c = g * d; c < (g + 1) * d; ++c) channels[c].s *= double(u[g].rstd);
     }
   }
 
@@ -329,7 +343,7 @@ struct Backward {
   void result(int64_t at, const Columns& v, Work<A>& w, const Group* u, bool fresh) const {
     if (fresh) coefficients(v, w, u);
     v.spread(w.p.data(), [&](int64_t g, int64_t) { return u[g].p; });
-    v.spread(w.q.data(), [&](int64_t g, int64_t) { return u[g].q; });
+    v.spread(w.q.data(), [&](int64_t g, int64_t) { return q_of(u[g]); });
     for (auto* values : {&w.p, &w.q}) arrange<T>(*values, v.width(), w.scratch);
     auto apply = [&](auto* kernel, auto* from, int64_t from_ld) {
       auto rows = [&](int64_t first, int64_t count, int64_t columns) {

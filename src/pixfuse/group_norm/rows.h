@@ -227,7 +227,10 @@ template <class T>
 void arrange(std::vector<acc_t<T>>& values, int64_t width, std::vector<acc_t<T>>& scratch) {
   if constexpr (kWords<T>) {
     const int64_t half = (width + 1) / 2;
-    for (int64_t j = 0; j < width; ++j) scratch[j / 2 + j % 2 * half] = values[j];
+    const acc_t<T>* from = values.data();
+    acc_t<T>* __restrict low = scratch.data(), * __restrict high = low + half;
+    for (int64_t j = 0; j < width / 2; ++j) low[j] = from[2 * j], high[j] = from[2 * j + 1];
+    if (width % 2) low[half - 1] = from[width - 1];
     std::swap(values, scratch);
   }
 }
