@@ -189,16 +189,16 @@ class Synthesis(nn.Module):
 
     def forward(self, ws: Tensor) -> Tensor:
         """``[N, number, size]`` to ``[N, 3, resolution, resolution]``."""
-        x = self.start.expand(ws.shape[0], -1, -1, -1)
+        x, each = self.start.expand(ws.shape[0], -1, -1, -1), ws.unbind(1)  # whose gradients are stacked once
         convs, picture = iter(enumerate(self.convs)), None
         for side, rgb in zip(self.widths.sides, self.rgbs, strict=True):
             x = self.widths.enter(x, side)
             for _ in range(1 if side == 4 else 2):
                 i, conv = next(convs)
-                x = conv(x, ws[:, i])
+                x = conv(x, each[i])
             if picture is not None:
                 picture = pixfuse.upsample2d(picture, self.filter)
-            y = rgb(x, ws[:, i + 1]).float()
+            y = rgb(x, each[i + 1]).float()
             picture = y if picture is None else picture + y
         return picture
 

@@ -90,11 +90,13 @@ def conv2d(
     groups: int = 1,
     scale: Tensor | None = None,
     gated: bool = True,
+    source: Tensor | None = None,
 ) -> Tensor:
     """:func:`torch.nn.functional.conv2d`, differentiable any number of times.
 
     With ``scale`` ``[N, C]`` (and no bias) of ``x`` times it, per image and channel. That product is not kept.
-    ``gated`` is False where ``weight`` was made from a gated one and more, which needs its gradient.
+    ``gated`` is False where ``weight`` was made from a gated one and more, which needs its gradient. ``source`` is what
+    ``weight`` was made from, where the same op made other tensors from more: no gradient is computed that it needs not.
     """
     if scale is not None and _makes_product(x, scale, weight):
         x, scale = scaled(x, scale), None
@@ -111,7 +113,9 @@ def conv2d(
             x = upfirdn2d(x, None, padding=[0, total[1] % 2, 0, total[0] % 2])
         padding = [t // 2 for t in total]
     how = (_How if gated else _Ungated)(_two(stride), _two(padding), _two(dilation), False, (0, 0), groups)
-    return _convolve(x, weight, bias, how) if scale is None else _ScaledConvolution.apply(x, scale, weight, how)
+    if scale is None:
+        return _convolve(x, weight, bias, how)
+    return _ScaledConvolution.apply(x, scale, weight, weight if source is None else source, how)
 
 
 def conv_transpose2d(
@@ -125,6 +129,7 @@ def conv_transpose2d(
     dilation: int | Sequence[int] = 1,
     scale: Tensor | None = None,
     gated: bool = True,
+    source: Tensor | None = None,
 ) -> Tensor:
     """:func:`torch.nn.functional.conv_transpose2d`, differentiable any number of times; the rest as in ``conv2d``."""
     if scale is not None and _makes_product(x, scale, weight):
@@ -142,7 +147,9 @@ def conv_transpose2d(
         )
         return result
     how = (_How if gated else _Ungated)(_two(stride), _two(padding), _two(dilation), True, _two(output_padding), groups)
-    return _convolve(x, weight, bias, how) if scale is None else _ScaledConvolution.apply(x, scale, weight, how)
+    if scale is None:
+        return _convolve(x, weight, bias, how)
+    return _ScaledConvolution.apply(x, scale, weight, weight if source is None else source, how)
 
 
 def scaled(x: Tensor, scale: Tensor) -> Tensor:
@@ -310,7 +317,7 @@ class _ScaledConvolution(torch.autograd.Function):
     """``y = convolution(x * scale, weight)``. Keeps ``x``, which what made it often keeps too, and not the product."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, scale: Tensor, weight: Tensor, how: _How) -> Tensor:
+    def forward(ctx: Any, x: Tensor, scale: Tensor, weight: Tensor, source: Tensor, how: _How) -> Tensor:
         ctx.save_for_backward(x, scale, weight)
         ctx.how = how
         ctx.set_materialize_grads(False)
@@ -319,9 +326,10 @@ class _ScaledConvolution(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
         if dy is None:
-            return (None,) * 4
+            return (None,) * 5
         x, scale, weight = ctx.saved_tensors
-        need_dx, need_dscale, need_dw = wanted(ctx, 2)[:3]
+        need_dx, need_dscale, need_dw, need_source = wanted(ctx, 2)[:4]
+        need_dw = need_dw and need_source
         need_d = need_dx or need_dscale
         product = scaled(x, scale) if need_dw else x
         if not torch.is_grad_enabled():
@@ -330,7 +338,7 @@ class _ScaledConvolution(torch.autograd.Function):
             d = _Transposed.apply(dy, weight, _form(product), ctx.how, x.shape) if need_d else None
             dw = _WeightGradient.apply(product, dy, weight.detach(), ctx.how) if need_dw else None
         dx = scaled(d, scale) if need_dx else None  # type: ignore[arg-type]
-        return dx, (d * x).sum((2, 3)) if need_dscale else None, dw, None
+        return dx, (d * x).sum((2, 3)) if need_dscale else None, dw, None, None
 
 
 class _Transposed(torch.autograd.Function):

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .._shared.batching import one_by_one
-from .._shared.conv import gate, wanted, weight_gradients_disabled
+from .._shared.conv import autocast_device, gate, wanted, weight_gradients_disabled
 from .._shared.layout import compute_dtype, empty, is_channels_last
 from .._shared.library import Op, define_op, differentiate
 from .._shared.sharding import IMAGE, WHOLE, Sharding
@@ -64,6 +65,18 @@ def _first_fake(
     return dweight, styles.new_empty(styles.shape if need_dstyles else 0)
 
 
+_derived = differentiate(reference.modulation_backward)
+
+
+def _first_backward(ctx: Any, ddweight: Tensor | None, ddstyles: Tensor | None) -> tuple[Tensor | None, ...]:
+    """In plain PyTorch, which differentiates it further."""
+    saved = iter(ctx.saved_tensors)
+    weight, *given = [next(saved) if other is None else other[0] for other in ctx.others][:6]
+    with torch.autocast(autocast_device(weight), enabled=False):
+        found = reference.modulation_second(ddweight, ddstyles, weight, *given)
+    return *(g if needed else None for g, needed in zip(found, ctx.needs_input_grad, strict=False)), None, None, None
+
+
 # Nothing is split: every factor needs a whole row of the weight or of the styles, and they are small.
 modulation: Op = define_op(
     "modulation(Tensor weight, Tensor styles, int dtype, bool channels_last, bool gated) "
@@ -81,7 +94,9 @@ _first: Op = define_op(
     "bool need_dweight, bool need_dstyles) -> (Tensor dweight, Tensor dstyles)",
     reference=reference.modulation_backward,
     fake=_first_fake,
-    **differentiate(reference.modulation_backward),
+    setup_context=_derived["setup_context"],
+    backward=_first_backward,
+    jvp=_derived["jvp"],
     vmap=one_by_one(lambda *args: _first(*args)),
     sharding=Sharding(
         (IMAGE, WHOLE, IMAGE, WHOLE, WHOLE), (IMAGE, WHOLE), axes=(), needed_at=(6, 7), whole_backward=True

@@ -156,7 +156,7 @@ def modulated_conv2d(
     shared = not fused_modconv or one_for_all or 0 in (n, c, weight.shape[0])
     w, s, d = _factors(x, weight, styles, demodulate, shared)
     if shared:
-        y = _resampled(x, cast(w, x.dtype), *conv, 1, flip_weight, False, cast(s, x.dtype))
+        y = _resampled(x, cast(w, x.dtype), *conv, 1, flip_weight, False, cast(s, x.dtype), source=weight)
         if d is not None:
             y = scaled(y, cast(d, y.dtype))
     else:
@@ -212,10 +212,11 @@ def _resampled(
     flip_filter: bool,
     scale: Tensor | None = None,
     gated: bool = True,
+    source: Tensor | None = None,
 ) -> Tensor:
     """The formula of ``reference.conv2d_resample`` with its linear steps in the cheapest order.
 
-    ``scale`` ``[N, C]`` multiplies ``x``, or what a filter made of it. ``gated`` as in ``_shared.conv.conv2d``.
+    ``scale`` ``[N, C]`` multiplies ``x``, or what a filter made of it. The last two as in ``_shared.conv.conv2d``.
     """
     kh, kw = map(int, w.shape[2:])
     x0, x1, y0, y1 = pads
@@ -223,7 +224,7 @@ def _resampled(
         height, width = _sizes(x, w, f, up, down, pads)
         x = x if scale is None else scaled(x, scale)
         return (x.sum() + (gate(w) if gated else w).sum()).expand(x.shape[0], w.shape[0], height, width).contiguous()
-    how = (groups, flip_weight, scale, gated)
+    how = (groups, flip_weight, scale, gated, source)
     if up == 1 and (down == 1 or f is None):  # no filter at all
         if x0 == x1 >= 0 and y0 == y1 >= 0:
             return _conv(x, w, down, (y0, x0), *how)
@@ -255,9 +256,10 @@ def _conv(
     flip_weight: bool,
     scale: Tensor | None,
     gated: bool,
+    source: Tensor | None,
 ) -> Tensor:
     w = w if flip_weight or w.shape[2] == w.shape[3] == 1 else w.flip(2, 3)
-    return conv2d(x, w, stride=stride, padding=padding, groups=groups, scale=scale, gated=gated)
+    return conv2d(x, w, stride=stride, padding=padding, groups=groups, scale=scale, gated=gated, source=source)
 
 
 def _conv_transposed(
@@ -269,12 +271,15 @@ def _conv_transposed(
     flip_weight: bool,
     scale: Tensor | None,
     gated: bool,
+    source: Tensor | None,
 ) -> Tensor:
     """Convolution of ``x`` with ``stride - 1`` zeros between its samples; a transposed one scatters, so convolves."""
     w = w.flip(2, 3) if flip_weight else w
     # [in, out / groups, kh, kw]
     w = w.transpose(0, 1) if groups == 1 else w.unflatten(0, (groups, -1)).transpose(1, 2).flatten(0, 1)
-    return conv_transpose2d(x, w, stride=stride, padding=padding, groups=groups, scale=scale, gated=gated)
+    return conv_transpose2d(
+        x, w, stride=stride, padding=padding, groups=groups, scale=scale, gated=gated, source=source
+    )
 
 
 # --- checks ---------------------------------------------------------------------------------------------------

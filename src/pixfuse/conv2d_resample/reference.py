@@ -6,6 +6,7 @@ filter, convolution without padding, filter, decimation. ``U`` to ``F`` and ``F`
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
@@ -95,6 +96,55 @@ def modulation_backward(
             ds = ds + 2 * s * (dpower[:, :, None] * squares).sum(1)
         dstyles = _over(ds, largest_s).to(styles.dtype).contiguous()
     return dweight, dstyles
+
+
+def modulation_second(
+    ddweight: Tensor | None,
+    ddstyles: Tensor | None,
+    weight: Tensor,
+    styles: Tensor,
+    dw: Tensor | None,
+    ds: Tensor | None,
+    dd: Tensor | None,
+    dtype: int,
+) -> tuple[Tensor | None, ...]:
+    """The gradients of the first five arguments of ``modulation_backward`` from those of its results; None for zeros.
+
+    With ``a`` and ``b``, the given gradients divided as ``w`` and ``s`` were, what is differentiated is
+    ``sum(a dw) + sum(b ds) - sum(dd power^(-3/2) inner)``, where ``inner = (b s) @ squares^T + s^2 @ products^T`` and
+    ``products`` are the sums of ``a w`` over the taps.
+    """
+    w, s, largest_w, largest_s, squares, power = _factors(weight, styles, dtype)
+    a = None if ddweight is None else _over(cast(ddweight, w.dtype), largest_w)
+    b = None if ddstyles is None else _over(cast(ddstyles, s.dtype), largest_s)
+    ddw = None if a is None or dw is None else cast(a, dw.dtype)
+    dds = None if b is None or ds is None else cast(b, ds.dtype)
+    if dd is None or (a is None and b is None):
+        return None, None, ddw, dds, None
+    root, energies = power.rsqrt(), s.square()
+    slope = -(root**3)
+    dinner = cast(dd, w.dtype) * slope
+    terms = []
+    if a is not None:
+        products = (a * w).sum((2, 3))
+        terms.append(energies @ products.mT)
+    if b is not None:
+        bs = b * s
+        terms.append(bs @ squares.mT)
+    inner = functools.reduce(torch.add, terms)
+    dpower = dinner * inner * (root.square() * -1.5)
+    dsquares, denergies = dpower.mT @ energies, dpower @ squares
+    if b is not None:
+        dsquares = dsquares + dinner.mT @ bs
+    if a is not None:
+        denergies = denergies + dinner @ products
+    total_w, total_s = 2 * w * dsquares[:, :, None, None], 2 * s * denergies
+    if a is not None:
+        total_w = total_w + (dinner.mT @ energies)[:, :, None, None] * a
+    if b is not None:
+        total_s = total_s + (dinner @ squares) * b
+    dweight = to_layout(cast(_over(total_w, largest_w), weight.dtype), is_channels_last(weight))
+    return dweight, cast(_over(total_s, largest_s), styles.dtype), ddw, dds, cast(slope * inner, dd.dtype)
 
 
 def _factors(

@@ -113,15 +113,16 @@ def test_an_image_knows_nothing_of_the_others(dtype: int) -> None:
 
 
 class Calls(TorchDispatchMode):
-    """The arguments of the operators of pixfuse that run inside."""
+    """The arguments of the operators of pixfuse and of the gradients of convolutions that run inside."""
 
     def __init__(self) -> None:
         super().__init__()
         self.seen: list[tuple[str, tuple[Any, ...]]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "pixfuse":
-            self.seen.append((func._schema.name.removeprefix("pixfuse::"), args))
+        name = func._schema.name.split("::")[1]
+        if func.namespace == "pixfuse" or name == "convolution_backward":
+            self.seen.append((name, args))
         return func(*args, **(kwargs or {}))
 
 
@@ -148,15 +149,27 @@ def test_what_modulated_conv2d_asks_for(
     assert [(name, args[2:4]) for name, args in calls.seen] == [("modulation", wanted)]
 
 
-def test_only_what_is_asked_for_is_computed() -> None:
+@pytest.mark.parametrize("up", [1, 2])
+@pytest.mark.parametrize("x_dtype", [torch.float32, torch.float16])
+def test_only_what_is_asked_for_is_computed(x_dtype: torch.dtype, up: int) -> None:
+    """Above all no convolution for the gradient of a weight that only the styles' gradient goes past."""
     weight, styles = (t.to("meta").requires_grad_() for t in parameters((4, 3, 3, 3), 2))
-    x = torch.ones(2, 3, 5, 5, device="meta").requires_grad_()
-    for inputs, needs in (((weight,), (True, False)), ((x, styles), (False, True)), ((x,), None)):
-        y = pixfuse.modulated_conv2d(x, weight, styles, padding=1, fused_modconv=False)
+    x = torch.ones(2, 3, 5, 5, device="meta", dtype=x_dtype).requires_grad_()
+    frozen = weight.detach()
+    for w, inputs, needs, convolved in (
+        (weight, [x, weight], [(True, False)], (True, True)),
+        (weight, [x, styles], [(False, True)], (True, False)),
+        (weight, [styles], [(False, True)], (True, False)),
+        (frozen, [x, styles], [(False, True)], (True, False)),
+        (weight, [x], [], (True, False)),
+        (weight, [x, weight, styles], [(True, True)], (True, True)),
+    ):
+        y = pixfuse.modulated_conv2d(x, w, styles, up=up, padding=1, fused_modconv=False)
         with Calls() as calls:
             torch.autograd.grad(y.sum(), inputs)
-        flags = [args[-2:] for name, args in calls.seen if name == "modulation_backward"]
-        assert flags == ([] if needs is None else [needs])
+        assert [args[-2:] for name, args in calls.seen if name == "modulation_backward"] == needs
+        masks = [tuple(args[-1][:2]) for name, args in calls.seen if name == "convolution_backward"]
+        assert masks == [convolved]
 
 
 @pytest.mark.parametrize("x_dtype", [torch.float32, torch.bfloat16])

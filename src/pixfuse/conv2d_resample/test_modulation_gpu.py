@@ -155,6 +155,7 @@ else:
         ((512, 512, 3, 3), 4, torch.float32, FLOAT16, True),
         ((16, 24, 1, 1), 1, torch.float16, BFLOAT16, False),
         ((3, 2000, 3, 3), 64, torch.bfloat16, EXACT, False),
+        ((1, 1, 1, 1), 1, torch.float32, FLOAT16, False),  # sizes of 1 are no arguments
     ]
 
     @pytest.mark.parametrize("target", TARGETS)
