@@ -26,6 +26,7 @@ from .reference import PLAIN, ROUNDED
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 _ROW = 8192  # elements of a row that a program keeps in registers; longer rows go by in parts
+_NARROW = 64  # channels up to which a row is a smaller tile
 _TILE = 2048  # elements of the weight whose gradients a program makes
 _STYLES = 32  # channels of the styles whose gradients a program makes
 _OUTPUTS = 64  # output channels that it adds up at a time
@@ -52,16 +53,16 @@ def _over(t, largest, NORMALISED: tl.constexpr):
     return tl.div_rn(t, largest) if NORMALISED else t
 
 
-# One binary for any number of images and any slice of them, so that an image does not depend on others to the last bit.
-_jit = triton.jit(
-    do_not_specialize=["N", "powers_at", "largest_at"], do_not_specialize_on_alignment=["styles", "ds"]
-)  # fmt: skip
+# One binary for any number and any slice of the images, so that an image does not depend on others to the last bit, and
+# for all layers of a network: these kernels are small, so that their compilation costs more than their run time.
+_SIZES = ["N", "O", "C", "K", "weight_o", "weight_c", "weight_k", "styles_n", "styles_c", "powers_at", "largest_at"]
+_jit = functools.partial(triton.jit, do_not_specialize_on_alignment=["styles", "ds"])
 
 
 # A program owns the output channel of its number, and the styles of the images whose number modulo O that is. It writes
 # w, s and the demodulation, or the scratch: the squares [O, C], from ``dd`` the gradients of the powers [N, O], and the
 # largest magnitudes of the O rows and N images. ``root`` is that of the length of a row. ONE: a row is one tile.
-@_jit
+@_jit(do_not_specialize=[*_SIZES, "w_c", "w_k"])
 def _factors_kernel(
     weight, styles, dd, w, s, demodulation, scratch,
     N, O, C, K, weight_o, weight_c, weight_k, styles_n, styles_c, w_c, w_k, powers_at, largest_at, root,
@@ -167,7 +168,7 @@ def _styles_tile(
 
 
 # The first ``weights`` programs own a tile of one row of the weight each, the others one of an image's styles.
-@_jit
+@_jit(do_not_specialize=[*_SIZES, "weights", "chunks", "blocks", "dw_o", "dw_c", "dw_k", "out_c", "out_k"])
 def _gradients_kernel(
     weight, styles, dw, ds, scratch, dweight, dstyles, weights, chunks, blocks,
     N, O, C, K, weight_o, weight_c, weight_k, styles_n, styles_c, dw_o, dw_c, dw_k, out_c, out_k, powers_at, largest_at,
@@ -234,7 +235,8 @@ def _factors(problem: _Problem, channels_last: bool) -> Launch:
     O, C, kh, kw = problem.weight
     _, w_c, w_k = _dense(problem.weight, channels_last)
     BK = power_of_2(kh * kw)
-    BC = min(power_of_2(C), max(_ROW // BK, 1))
+    BC = max(_ROW // BK, 1)
+    BC = BC if BC <= _NARROW or C > _NARROW else _NARROW
     scalars = (*problem.sizes, w_c, w_k, *problem.scratch[:2], float(C * kh * kw) ** 0.5)
     constants = (problem.dtype != PLAIN, C <= BC, BC, BK)
     return Launch(_factors_kernel, O, scalars, constants, num_warps=min(max(BC * BK // 1024, 1), 8))
@@ -243,14 +245,14 @@ def _factors(problem: _Problem, channels_last: bool) -> Launch:
 @functools.lru_cache(maxsize=1024)
 def _gradients(problem: _Problem, dw: _Strides, channels_last: bool, need_dweight: bool, need_dstyles: bool) -> Launch:
     O, C, kh, kw = problem.weight
-    BK, BS = power_of_2(kh * kw), min(power_of_2(C), _STYLES)
-    BC = min(power_of_2(C), max(_TILE // BK, 1))
-    chunks, blocks = -(-C // BC), -(-C // BS)
+    BK = power_of_2(kh * kw)
+    BC = max(_TILE // BK, 1)
+    chunks, blocks = -(-C // BC), -(-C // _STYLES)
     weights = O * chunks * need_dweight
     scalars = (weights, chunks, blocks, *problem.sizes, *dw, *_dense(problem.weight, channels_last)[1:])
     return Launch(
         _gradients_kernel, weights + problem.images * blocks * need_dstyles, (*scalars, *problem.scratch[:2]),
-        (problem.dtype != PLAIN, BC, BK, BS, _OUTPUTS),
+        (problem.dtype != PLAIN, BC, BK, _STYLES, _OUTPUTS),
     )  # fmt: skip
 
 
