@@ -22,6 +22,7 @@ from .sharding import IMAGE, WHOLE, Sharding, Window
 
 _KEY = "pixfuse.weight_gradients_disabled"
 _NAMED = ("same", "valid")
+_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 class no_weight_gradients(contextlib.ContextDecorator):
@@ -180,19 +181,19 @@ def _two(value: Any) -> tuple[int, int]:
 
 def _leave_to_torch(x: Any, weight: Any, bias: Any) -> bool:
     """Whether there is nothing to differentiate here, or something that only PyTorch's own rules can."""
-    tensors = [t for t in (x, weight, bias) if t is not None]
-    if not all(type(t) in (Tensor, torch.nn.Parameter) for t in tensors):
-        return True
-    if not (torch.is_grad_enabled() and any(t.requires_grad for t in tensors)):
-        return True
-    if (
-        x.dim() != 4
-        or weight.dim() != 4
-        or not all(t.is_floating_point() and t.layout == torch.strided for t in tensors)
-    ):
-        return True
+    differentiable = False
+    for t in (x, weight, bias):  # a loop, since this runs twice a layer
+        if t is None:
+            continue
+        if type(t) not in _PLAIN or not t.is_floating_point() or t.layout is not torch.strided:
+            return True
+        differentiable = differentiable or t.requires_grad
     return (
-        torch.compiler.is_compiling()
+        not differentiable
+        or not torch.is_grad_enabled()
+        or x.dim() != 4
+        or weight.dim() != 4
+        or torch.compiler.is_compiling()
         or torch._C._functorch.peek_interpreter_stack() is not None
         or torch.autograd.forward_ad._current_level >= 0
     )
@@ -282,9 +283,10 @@ def wanted(ctx: Any, weight: int | None = None) -> list[bool]:
     found = list(ctx.needs_input_grad)
     for i, (node, _) in enumerate(ctx.next_functions):  # one for each leading tensor
         if node is not None:
-            # A leaf that autograd.grad was asked for is refused by the question: then it is wanted.
-            with contextlib.suppress(RuntimeError):
+            try:
                 found[i] = torch._C._will_engine_execute_node(node)
+            except RuntimeError:  # what refuses the question is a leaf that autograd.grad was asked for
+                found[i] = True
     if weight is not None and not isinstance(ctx.how, _Ungated) and weight_gradients_disabled():
         found[weight] = False
     return found
