@@ -50,13 +50,24 @@ class Widths:
 
 
 class Linear(nn.Module):
-    """Fully connected layer with equalised learning rate; weights learn ``rate`` times as fast."""
+    """Fully connected layer with equalised learning rate; weights learn ``rate`` times as fast.
 
-    def __init__(self, inputs: int, outputs: int, act: str = "linear", bias: float = 0.0, rate: float = 1.0) -> None:
+    ``scale`` is 1 for inputs that come times the default, so that layers which share them need not differentiate it.
+    """
+
+    def __init__(
+        self,
+        inputs: int,
+        outputs: int,
+        act: str = "linear",
+        bias: float = 0.0,
+        rate: float = 1.0,
+        scale: float | None = None,
+    ) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(outputs, inputs) / rate)
         self.bias = nn.Parameter(torch.full((outputs,), bias / rate))
-        self.act, self.scale, self.rate = act, rate / math.sqrt(inputs), rate
+        self.act, self.scale, self.rate = act, rate / math.sqrt(inputs) if scale is None else scale, rate
 
     def forward(self, x: Tensor) -> Tensor:
         """``[N, inputs]`` to ``[N, outputs]``."""
@@ -125,7 +136,7 @@ class StyledConv(nn.Module):
 
     def __init__(self, inputs: int, outputs: int, size: int, side: int, up: int, clamp: float | None) -> None:
         super().__init__()
-        self.affine = Linear(size, inputs, bias=1)
+        self.affine = Linear(size, inputs, bias=1, scale=1)
         self.weight = nn.Parameter(torch.randn(outputs, inputs, 3, 3))
         self.bias = nn.Parameter(torch.zeros(outputs))
         self.strength = nn.Parameter(torch.zeros(()))
@@ -134,7 +145,7 @@ class StyledConv(nn.Module):
         self.side, self.up, self.clamp = side, up, clamp
 
     def forward(self, x: Tensor, w: Tensor) -> Tensor:
-        """Fresh noise in training, always the same noise otherwise."""
+        """Fresh noise in training, always the same noise otherwise. ``w`` comes times ``1 / sqrt(size)``."""
         noise = self.fixed_noise
         if self.training:
             noise = torch.randn(x.shape[0], 1, self.side, self.side, device=x.device)
@@ -156,13 +167,13 @@ class ToRGB(nn.Module):
 
     def __init__(self, inputs: int, size: int, clamp: float | None) -> None:
         super().__init__()
-        self.affine = Linear(size, inputs, bias=1)
+        self.affine = Linear(size, inputs, bias=1, scale=1)
         self.weight = nn.Parameter(torch.randn(3, inputs, 1, 1))
         self.bias = nn.Parameter(torch.zeros(3))
         self.scale, self.clamp = 1 / math.sqrt(inputs), clamp
 
     def forward(self, x: Tensor, w: Tensor) -> Tensor:
-        """``[N, inputs, H, W]`` to ``[N, 3, H, W]``."""
+        """``[N, inputs, H, W]`` to ``[N, 3, H, W]``. ``w`` comes times ``1 / sqrt(size)``."""
         styles = self.affine(w) * self.scale
         x = pixfuse.modulated_conv2d(x, self.weight, styles, demodulate=False, fused_modconv=not self.training)
         return pixfuse.bias_act(x, self.bias, clamp=self.clamp)
@@ -189,7 +200,8 @@ class Synthesis(nn.Module):
 
     def forward(self, ws: Tensor) -> Tensor:
         """``[N, number, size]`` to ``[N, 3, resolution, resolution]``."""
-        x, each = self.start.expand(ws.shape[0], -1, -1, -1), ws.unbind(1)  # whose gradients are stacked once
+        x = self.start.expand(ws.shape[0], -1, -1, -1)
+        each = (ws * (1 / math.sqrt(ws.shape[2]))).unbind(1)  # whose gradients are stacked once
         convs, picture = iter(enumerate(self.convs)), None
         for side, rgb in zip(self.widths.sides, self.rgbs, strict=True):
             x = self.widths.enter(x, side)
