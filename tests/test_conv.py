@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import sys
 import threading
 from typing import Any
 
@@ -190,6 +192,32 @@ def test_no_weight_gradients_survives_exceptions_nests_and_keeps_to_its_thread()
         thread.start()
         thread.join()
     assert seen == [False]
+
+
+@pytest.mark.parametrize("borrows", [False, True])
+def test_blocks_outlive_a_storage_that_only_borrows(borrows, monkeypatch):
+    """That of torch 2.10 and 2.11 takes no reference of what it keeps, and drops one when it lets go."""
+    stash = torch._C._stash_obj_in_tls
+    kept = []
+
+    def borrowing(key, value):
+        stash(key, value)
+        ctypes.pythonapi.Py_DecRef(ctypes.py_object(value))
+
+    def work():
+        with conv.no_weight_gradients(), conv.no_weight_gradients(False):
+            kept.append((conv.weight_gradients_disabled(), sys.getrefcount(conv._blocks())))
+        kept.append((conv.weight_gradients_disabled(), sys.getrefcount(conv._blocks())))
+
+    if borrows:
+        monkeypatch.setattr(torch._C, "_stash_obj_in_tls", borrowing)
+    for _ in range(3):
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+    inside, outside = kept[0][1], kept[1][1]
+    assert kept == [(True, inside), (False, outside)] * 3
+    assert inside == outside >= 2  # the storage's own, and the one that looks
 
 
 def test_computes_only_what_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,10 @@ an image, which libraries run slowly.) Nothing is computed that the engine did n
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import dataclasses
+import sys
+import threading
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -40,23 +44,44 @@ class no_weight_gradients(contextlib.ContextDecorator):
         self.disable = disable
 
     def __enter__(self) -> None:
-        if not torch.compiler.is_compiling():  # each block keeps the one around it
-            torch._C._stash_obj_in_tls(_KEY, (self.disable or weight_gradients_disabled(), _block()))
+        if self.disable and not torch.compiler.is_compiling():
+            _own_blocks().open += 1
 
     def __exit__(self, *error: object) -> None:
-        if not torch.compiler.is_compiling():
-            torch._C._stash_obj_in_tls(_KEY, _block()[1])
+        if self.disable and not torch.compiler.is_compiling():
+            _own_blocks().open -= 1
 
 
 def weight_gradients_disabled() -> bool:
     """Whether this thread is inside :func:`no_weight_gradients`."""
-    return bool(_block()[0])
+    found = _blocks()
+    return found is not None and found.open > 0
 
 
-def _block() -> tuple[bool, Any]:
+@dataclasses.dataclass
+class _Blocks:
+    """How many blocks of :func:`no_weight_gradients` are open in a thread."""
+
+    thread: int
+    open: int
+
+
+def _blocks() -> _Blocks | None:
     # PyTorch hands this storage on to the threads of the autograd engine; Python's threading.local stays behind.
-    found = torch._C._get_obj_in_tls(_KEY) if torch._C._is_key_in_tls(_KEY) else None
-    return found or (False, None)
+    found: _Blocks | None = torch._C._get_obj_in_tls(_KEY) if torch._C._is_key_in_tls(_KEY) else None
+    return found
+
+
+def _own_blocks() -> _Blocks:
+    """Those that this thread may count in: a thread of the engine begins with the number of the one that called it."""
+    found = _blocks()
+    if found is None or found.thread != threading.get_ident():
+        found = _Blocks(threading.get_ident(), 0 if found is None else found.open)
+        count = sys.getrefcount(found)
+        torch._C._stash_obj_in_tls(_KEY, found)
+        if sys.getrefcount(found) == count:  # until torch 2.11 the storage gives up a reference that it never took
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(found))
+    return found
 
 
 class _Gate(torch.autograd.Function):
