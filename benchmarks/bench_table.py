@@ -1,4 +1,4 @@
-"""The tables of docs/measurements/cpu.md, from the file of ``pixfuse bench --json FILE``, the only argument."""
+"""The tables of docs/measurements/cpu.md and h200-bench.md, from ``pixfuse bench --json FILE``, the only argument."""
 
 from __future__ import annotations
 
