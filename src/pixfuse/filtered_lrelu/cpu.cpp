@@ -38,7 +38,7 @@ struct Problem {
 };
 
 // Tiles of about this many upsampled columns and rows of the result: the rings stay in the second cache, memory is read
-// in long pieces, and what neighbouring tiles both compute stays small. Half the rows where there are few jobs.
+// in long pieces, and what neighbouring tiles both compute stays small. Half the rows at most where there are few jobs.
 constexpr int64_t kUpsampledWidth = 256, kTileHeight = 128, kFewJobs = 16, kScratchBytes = 1 << 20;
 
 template <class T>
@@ -60,13 +60,22 @@ void run(const Problem<T>& p) {
     return down.need(width) + UpStage<T>::need(p.main, wide) +
            (p.factor ? UpStage<T>::need(*p.factor, wide) + before + wide + after : 0);
   };
-  int64_t width = balanced(y.w, std::max<int64_t>(kUpsampledWidth / p.down, 8));
-  while (width > unit && need(width) * kVectorBytes > kScratchBytes) width = round_up(width / 2, unit);
-  const int64_t across = ceil_div(y.w, width), blocks = ceil_div(y.c, L), planes = y.n * y.c;
+  const int64_t blocks = ceil_div(y.c, L), planes = y.n * y.c;
+  auto tiles_of = [&](int64_t width, int64_t height) { return ceil_div(y.w, width) * ceil_div(y.h, height); };
   auto jobs_of = [&](int64_t tiles) { return p.block ? y.n * tiles * blocks : ceil_div(planes * tiles, L); };
-  int64_t height = balanced(y.h, kTileHeight);
-  if (jobs_of(across * ceil_div(y.h, height)) < kFewJobs) height = balanced(y.h, kTileHeight / 2);
-  const int64_t tiles = across * ceil_div(y.h, height), jobs = jobs_of(tiles);
+  // Smaller where more of the lanes are filled then: a few planes are seen in many tiles.
+  int64_t width = 0, height = 0, least = 0;
+  for (int64_t wide : {kUpsampledWidth, kUpsampledWidth / 2}) {
+    int64_t w = balanced(y.w, std::max<int64_t>(wide / p.down, 8));
+    while (w > unit && need(w) * kVectorBytes > kScratchBytes) w = round_up(w / 2, unit);
+    for (int64_t high = kTileHeight; high >= 4; high /= 2) {
+      const int64_t h = balanced(y.h, high), jobs = jobs_of(tiles_of(w, h));
+      if (high == kTileHeight && jobs < kFewJobs) continue;
+      const int64_t cost = jobs * (w * p.down + p.f.w + p.main.f.w) * (h * p.down + p.f.h + p.main.f.h);
+      if (width == 0 || cost < least) width = w, height = h, least = cost;
+    }
+  }
+  const int64_t across = ceil_div(y.w, width), tiles = tiles_of(width, height), jobs = jobs_of(tiles);
 
   parallel(jobs, width * height * p.down * p.down * L, [&](int64_t begin, int64_t end) {
     Scratch<A> scratch;
