@@ -78,8 +78,10 @@ def one_process(monkeypatch):
         dist.destroy_process_group()
 
 
+@pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec:FutureWarning")  # torch.onnx itself
 @pytest.mark.parametrize("code", list(blocks("python")))
-def test_example(code, one_process):
+def test_example(code, one_process, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     assert len(code.strip().splitlines()) <= 12
     exec(compile(code, "example", "exec"), {})
 

@@ -15,6 +15,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -355,6 +356,49 @@ def test_pictures_of_a_folder(stylegan2, tmp_path):
     torch.testing.assert_close(batch, torch.ones_like(batch))
     smallest = data.Pictures([tmp_path / "a.png"], 16, 0.0)
     assert all(smallest[i].shape == (3, 16, 16) for i in range(50))
+
+
+def test_16_bit_greyscale_pictures_keep_their_greys(stylegan2, tmp_path):
+    data = stylegan2("data")
+    values = np.arange(0, 65536, 256, dtype=np.uint16).reshape(16, 16) + np.arange(16, dtype=np.uint16)
+    wanted = torch.from_numpy((values >> 8).astype(np.uint8)).expand(3, 16, 16)
+    swapped = Image.frombytes("I;16B", (16, 16), values.astype(">u2").tobytes())
+    for name, kind, picture in (
+        ("a.png", "png", Image.fromarray(values)),
+        ("b.png", "tiff", swapped),  # Pillow goes by what is in a file
+        ("c.png", "tiff", Image.fromarray(values.astype(np.int32))),
+    ):
+        picture.save(tmp_path / name, kind)
+    found = data.files(tmp_path)
+    for path, mode in zip(found, ("I;16", "I;16B", "I"), strict=True):
+        with Image.open(path) as picture:
+            assert picture.mode == mode
+        assert torch.equal(data.load(path), wanted)
+    Image.fromarray(values.astype(np.int32) * 2).save(tmp_path / "c.png", "tiff")
+    data.load.cache_clear()
+    with pytest.raises(OSError, match=r"c\.png is no picture that can be read: its pixels have more than 16 bits"):
+        data.load(found[2])
+    Image.fromarray(values.astype(np.float32)).save(tmp_path / "d.png", "tiff")
+    with pytest.raises(OSError, match=r"d\.png is no picture that can be read: its pixels are floats"):
+        data.files(tmp_path)
+
+
+@pytest.mark.parametrize("side", [1, 20, 50, 300])
+def test_pictures_are_told_apart_by_their_bytes(stylegan2, tmp_path, side):
+    """Also where names and sizes are the same."""
+    data = stylegan2("data")
+    found = {}
+    for seed in (0, 1, 0):
+        pixels = torch.randint(
+            256, (2, side, side, 3), generator=torch.Generator().manual_seed(seed), dtype=torch.uint8
+        )
+        for i in range(2):
+            Image.fromarray(pixels[i].numpy()).save(tmp_path / f"{i}.bmp")
+        words = data.contents(data.files(tmp_path))
+        assert found.setdefault(seed, words) == words
+    assert len(set(found.values())) == 2
+    (tmp_path / "1.bmp").rename(tmp_path / "2.bmp")
+    assert data.contents(data.files(tmp_path)) not in found.values()
 
 
 def test_processes_get_different_pictures(stylegan2):

@@ -5,6 +5,7 @@ That every op exports with torch.export is in the battery (``check_export``).
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import subprocess
@@ -158,6 +159,56 @@ def test_tables_of_fixed_sizes_are_constants_in_onnx(tmp_path: Path) -> None:
     assert operators == ["Conv", "Gather", "Mul", "ReduceSum", "Reshape"]
     (got,) = session.run(None, {"picture": x.numpy()})
     torch.testing.assert_close(torch.from_numpy(got), model(x), rtol=1e-5, atol=1e-5)
+
+
+MODES: list[tuple[dict[str, Any], tuple[float, ...]]] = [  # with factors that float32 rounds to other samples or sizes
+    ({"mode": "nearest"}, (0.29, 0.6, 2.3)),
+    ({"mode": "nearest-exact"}, (0.35, 1.3, 2.3)),
+    ({"mode": "bilinear"}, (0.29,)),
+    ({"mode": "bilinear", "align_corners": True}, (1.15,)),
+    ({"mode": "bilinear", "antialias": True}, (0.29,)),
+    ({"mode": "bicubic"}, (2.3,)),
+    ({"mode": "bicubic", "antialias": True}, (0.7,)),
+    ({"mode": "area"}, (0.29,)),
+    ({"mode": "lanczos", "antialias": True}, (0.6,)),
+]
+
+
+class Resizes(nn.Module):
+    """The rows of a picture in every mode."""
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        return [pixfuse.interpolate(x, scale_factor=(f, 1), **how) for how, factors in MODES for f in factors]
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["fixed", "dynamic"])
+def test_awkward_factors_in_onnx(dynamic: bool, tmp_path: Path) -> None:
+    axes = ({2: torch.export.Dim.DYNAMIC},) if dynamic else None
+    session, _ = onnx(Resizes(), picture(2, 1, 40, 1), tmp_path, axes)
+    names = [(how, factor) for how, factors in MODES for factor in factors]
+    for rows in (7, 13, 40, 100, 255) if dynamic else (40,):
+        x = picture(2, 1, rows, 1)
+        found = zip(names, session.run(None, {"picture": x.numpy()}), Resizes()(x), strict=True)
+        for (how, factor), got, wanted in found:
+            apart = 0 if how["mode"].startswith("nearest") else 1e-6
+            torch.testing.assert_close(
+                torch.from_numpy(got), wanted, rtol=apart, atol=apart, msg=lambda m, at=(how, factor): f"{at}: {m}"
+            )
+
+
+def test_sizes_of_a_model_are_exact_in_onnx(tmp_path: Path) -> None:
+    class Model(nn.Module):
+        def forward(self, x: Tensor) -> list[Tensor]:
+            n = x.shape[2]
+            whole = torch.sym_int  # int makes a constant of it
+            sizes = whole(n * 0.29), whole(0.7 * n + 0.1), math.floor(n / 3 - 0.2), math.ceil(n * 1.1), 2 * n - 1
+            return [pixfuse.interpolate(x, size=(size, 1)) for size in sizes]
+
+    session, _ = onnx(Model(), picture(2, 1, 40, 1), tmp_path, ({2: torch.export.Dim.DYNAMIC},))
+    for rows in (7, 13, 90, 100, 255):
+        x = picture(2, 1, rows, 1)
+        for got, wanted in zip(session.run(None, {"picture": x.numpy()}), Model()(x), strict=True):
+            assert torch.equal(torch.from_numpy(got), wanted)
 
 
 # --- AOTInductor --------------------------------------------------------------------------------------------------

@@ -7,10 +7,13 @@ import contextlib
 import copy
 import functools
 import pickle
+import re
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -566,6 +569,9 @@ def test_compiled_and_scripted() -> None:
     pixfuse.unpatch(model)
     assert classes(model) == kinds
     assert list(pixfuse.patch(compiled).left) == ["(the model)"]
+    act = nn.Sequential(nn.GroupNorm(2, 8), nn.SiLU())
+    act[1].compile(backend="eager")
+    assert pixfuse.patch(act).left == {"1": "SiLU: not fused: compiled; patch before compiling"}
 
 
 def test_quantised_subclasses_and_replaced_forwards(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -723,6 +729,68 @@ def test_threads() -> None:
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
         list(pool.map(both, [model] * 4))
     assert classes(model) == kinds
+
+
+@pytest.fixture
+def one_process() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_ddp_keeps_its_strides(inside: bool, channels_last: bool, one_process: None) -> None:
+    """Its buckets hold gradients in the layout that the weights had: in others they would come out wrong."""
+    model = net()
+    wrapper = nn.Sequential(nn.parallel.DistributedDataParallel(model))
+    target = model[:3] if inside else wrapper
+    before, kinds = state(model), classes(model)
+    words = "patch: channels_last must be None for a model inside DistributedDataParallel (patch it before), got "
+    with pytest.raises(ValueError, match=re.escape(f"{words}{channels_last}") + "$"):
+        pixfuse.patch(target, channels_last=channels_last)
+    same(state(model), before)
+    assert classes(model) == kinds
+    assert pixfuse.patch(target).replaced
+    assert pixfuse.unpatch(target)
+    assert pixfuse.patch(net(), channels_last=True).layout  # of no wrapper
+    del wrapper, target
+    assert pixfuse.patch(model, channels_last=channels_last).replaced
+
+
+def test_ddp_of_a_patched_model(one_process: None) -> None:
+    model = net()
+    pixfuse.patch(model, channels_last=True)
+    before, kinds = state(model), classes(model)
+    wrapper = nn.parallel.DistributedDataParallel(model)
+    words = "unpatch: model must not change the layout of weights inside DistributedDataParallel, got "
+    for target in (model, wrapper):
+        with pytest.raises(ValueError, match=f"{words}{type(target).__name__}; delete the wrapper first"):
+            pixfuse.unpatch(target)
+        same(state(model), before)
+        assert classes(model) == kinds
+    del wrapper, target
+    assert pixfuse.unpatch(model)
+
+
+@pytest.mark.filterwarnings("ignore:FSDP:UserWarning")
+@pytest.mark.parametrize("kind", ["FSDP", "FSDP, original parameters", "FSDP2"])
+def test_fsdp_keeps_its_strides(kind: str, one_process: None) -> None:
+    from torch.distributed import fsdp
+
+    model: Any = net()
+    if kind == "FSDP2":
+        fsdp.fully_shard(model, mesh=dist.device_mesh.init_device_mesh("cpu", (1,)))
+    else:
+        own = "original" in kind
+        model = fsdp.FullyShardedDataParallel(model, use_orig_params=own, device_id=torch.device("cpu"))
+    kinds = classes(model)
+    words = "channels_last must be None or False for a model inside FSDP, whose weights are contiguous, got True"
+    with pytest.raises(ValueError, match=f"patch: {words}"):
+        pixfuse.patch(model, channels_last=True)
+    assert classes(model) == kinds
+    assert pixfuse.patch(model, channels_last=False).replaced
+    model(X).sum().backward()
 
 
 def test_refusals() -> None:

@@ -2,14 +2,16 @@
 
 An op leaves the program as a composition of PyTorch's own operators, written for runtimes: filters are convolutions,
 resizes gather with tables that follow from the sizes (and become constants where the sizes are fixed). They compute
-what the op does, up to the rounding of their sums; an exact half in an integer picture may fall either way. Numbers
-among the arguments are float32 in ONNX, and onnxruntime has no float64 convolution: export models of float32 or less.
-``export`` needs ``pip install 'pixfuse[onnx]'``.
+what the op does, up to the rounding of their sums; an exact half in an integer picture may fall either way. Which
+samples a resize takes, and how many it makes, is computed in float64 there too. Other numbers among the arguments are
+float32 in ONNX, and onnxruntime has no float64 convolution: export models of float32 or less. ``export`` needs
+``pip install 'pixfuse[onnx]'``.
 """
 
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -40,10 +42,11 @@ def export(
 
     Args:
         model: a module, or what ``torch.export.export`` made of one.
-        args: example inputs of the module.
+        args: example inputs of the module, whose sizes the file is for.
         f: the file to write, or None.
         kwargs: example keyword inputs.
-        dynamic_shapes: as in ``torch.export.export``; the ops take any batch, height and width.
+        dynamic_shapes: as in ``torch.export.export``: the axes of the inputs that may have other sizes. For the ops
+            these may be the batch, the height and the width.
         options: passed on to ``torch.onnx.export``: ``input_names``, ``opset_version``, ``external_data`` ...
 
     Returns:
@@ -57,6 +60,7 @@ def export(
     """
     if not isinstance(model, torch.export.ExportedProgram):
         model = torch.export.export(model, args, kwargs, dynamic_shapes=dynamic_shapes)
+    options["custom_translation_table"] = _exact_sizes() | (options.get("custom_translation_table") or {})
     return torch.onnx.export(model.run_decompositions(decompositions()), f=f, dynamo=True, **options)
 
 
@@ -72,6 +76,44 @@ def decompositions() -> dict[torch._ops.OpOverload, Callable[..., Any]]:
         False
     """
     return {op.overload: _PORTABLE.get(name, op.reference) for name, op in OPS.items()}
+
+
+def _exact_sizes() -> dict[Any, Callable[..., Any]]:
+    """Translations to ONNX of what a program computes with its dynamic sizes.
+
+    PyTorch's own are in float32, where 100 rows times 0.29 are 29: in Python they are 28. These compute in float64, and
+    round to the float32 that PyTorch declares only what is no size again.
+    """
+    from onnxscript import ir, opset18
+
+    op: Any = opset18
+    exact: dict[Any, Any] = {}  # float64 values, by those in float32 that came of them
+
+    def wide(value: Any) -> Any:
+        if not isinstance(value, ir.Value):
+            return op.Constant(value=ir.tensor(float(value), ir.DataType.DOUBLE))
+        return exact[value] if value in exact else op.Cast(value, to=ir.DataType.DOUBLE)
+
+    def rounded(value: Any) -> Any:
+        narrow = op.Cast(value, to=ir.DataType.FLOAT)
+        exact[narrow] = value
+        return narrow
+
+    def arithmetic(name: str) -> Callable[..., Any]:
+        def translate(a: Any, b: Any) -> Any:
+            real = name == "Div" or any(isinstance(v, float) or v in exact for v in (a, b))
+            return rounded(getattr(op, name)(wide(a), wide(b))) if real else getattr(op, name)(a, b)
+
+        return translate
+
+    return {
+        torch.sym_float: lambda n: rounded(wide(n)),
+        **{getattr(operator, k.lower()): arithmetic(k) for k in ("Add", "Sub", "Mul")},
+        operator.truediv: arithmetic("Div"),
+        math.trunc: lambda a: op.Cast(wide(a), to=ir.DataType.INT64),
+        math.floor: lambda a: op.Cast(op.Floor(wide(a)), to=ir.DataType.INT64),
+        math.ceil: lambda a: op.Cast(op.Ceil(wide(a)), to=ir.DataType.INT64),
+    }
 
 
 # --- filters --------------------------------------------------------------------------------------------------
@@ -190,7 +232,7 @@ def _table(
     """
 
     def number(value: Any) -> Tensor:
-        return torch.full((), value, dtype=torch.float64, device=device)
+        return _number(value, device)
 
     def up_to(count: Any) -> Tensor:
         return torch.arange(count, device=device)
@@ -209,7 +251,9 @@ def _table(
         step = number(n) / number(out)
     if mode in (NEAREST, NEAREST_EXACT):
         offset = 0.5 if mode == NEAREST_EXACT else 0.0
-        return ((i + offset) * step * SNAP).floor().long().clamp(max=n - 1), None
+        source = (i + offset) * step
+        source = source + source * (SNAP - 1)  # as optimisers of ONNX leave out what multiplies by nearly 1
+        return source.floor().long().clamp(max=n - 1), None
     if antialias:
         radius = {LINEAR: 1, CUBIC: 2, LANCZOS: 3}[mode]
         stretch, centre = step.clamp(min=1), step * (i + 0.5)
@@ -228,6 +272,14 @@ def _table(
     return torch.where(weights == 0, nearest, nearest + around).clamp(0, n - 1), weights
 
 
+def _number(value: Any, device: torch.device) -> Tensor:
+    """A float64 scalar; of a float an integer times a power of two, as ONNX gets integers in 64 bits, floats in 32."""
+    if not isinstance(value, float):
+        return torch.full((), value, dtype=torch.float64, device=device)
+    mantissa, exponent = math.frexp(value)
+    return _number(int(mantissa * 2**53), device) * 2.0 ** (exponent - 53)
+
+
 def _normalised(j: Tensor, start: Tensor, stop: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     """Weights of sum 1 for the samples ``j`` below ``stop``; what lies beyond counts as ``start``, with weight 0."""
     inside = j < stop[:, None]
@@ -240,7 +292,7 @@ def _kernel(d: Tensor, mode: int) -> Tensor:
         return (1 - d).clamp(min=0)
     if mode == CUBIC:
         return _cubic(d, -0.5)
-    a = d * math.pi
+    a = d * _number(math.pi, d.device)
     safe = torch.where(d == 0, 1.0, a)
     lanczos = safe.sin() / safe * ((safe / 3).sin() / (safe / 3))
     return torch.where(d == 0, 1.0, torch.where(d < 3, lanczos, 0.0))

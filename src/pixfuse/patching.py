@@ -7,7 +7,9 @@ First all that is to change is found out, without running anything of the model;
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
+import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -15,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.fx
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -25,6 +28,7 @@ from ._shared import checks
 
 _BLOCKS = ("ResnetBlock2D", "Upsample2D", "Downsample2D")  # of diffusers
 _ROOT, _STRIDES = "(the model)", "_pixfuse_strides"
+_DDP = "DistributedDataParallel"
 _LOCK = threading.RLock()
 
 
@@ -86,6 +90,9 @@ def patch(model: nn.Module, *, channels_last: bool | None = None) -> Report:
 
     Raises:
         TypeError: ``model`` is no module, or ``channels_last`` is neither None nor a bool.
+        ValueError: ``channels_last`` is given for a model inside a living DistributedDataParallel, whose buckets of
+            gradients keep the layout that weights had when it was made, or is True for one inside FSDP, which takes
+            contiguous weights only.
 
     Example:
         >>> import torch, pixfuse
@@ -98,6 +105,7 @@ def patch(model: nn.Module, *, channels_last: bool | None = None) -> Report:
     _check_model("patch", model)
     if channels_last is not None:
         checks.flag("patch", "channels_last", channels_last)
+        _check_layout(model, channels_last)
     report = Report(type(model).__name__)
     with _LOCK, contextlib.ExitStack() as undo:
         for module, cls in _Plan(model, report).classes:
@@ -120,7 +128,8 @@ def unpatch(model: nn.Module) -> list[str]:
 
     Raises:
         TypeError: ``model`` is no module.
-        ValueError: a patched module got a class on top since, as parametrizations and FSDP2 give it.
+        ValueError: a patched module got a class on top since, as parametrizations and FSDP2 give it, or the weights
+            are to change their layout inside DistributedDataParallel.
 
     Example:
         >>> import torch, pixfuse
@@ -136,15 +145,22 @@ def unpatch(model: nn.Module) -> list[str]:
             if isinstance(module, Patched) and originals[path] is None:
                 got, remedy = checks.words(f"{type(module).__name__} at {path or _ROOT}"), "take it off first"
                 checks.refuse("unpatch", "model", "have no class on top of a patched one", got, remedy=remedy)
-        for path, module in modules.items():
-            if originals[path] is not None:
-                _set_class(module, originals[path], undo)
+        changing = []
+        for module in modules.values():
             before = vars(module).get(_STRIDES, {})
             for name, tensor in _tensors(module) if before else ():
                 shape, strides = before.get(name, (None, None))
                 if shape == tensor.shape and _is_plain(tensor) and not _elsewhere(tensor, uses):
-                    undo.callback(_restride, tensor, tensor.stride())
-                    _restride(tensor, strides)
+                    changing.append((tensor, strides))
+        if changing and _holder(model) == _DDP:
+            got, remedy = checks.words(type(model).__name__), "delete the wrapper first"
+            checks.refuse("unpatch", "model", f"not change the layout of weights inside {_DDP}", got, remedy=remedy)
+        for path, module in modules.items():
+            if originals[path] is not None:
+                _set_class(module, originals[path], undo)
+        for tensor, strides in changing:
+            undo.callback(_restride, tensor, tensor.stride())
+            _restride(tensor, strides)
         for module in modules.values():
             vars(module).pop(_STRIDES, None)
         undo.pop_all()
@@ -154,6 +170,38 @@ def unpatch(model: nn.Module) -> list[str]:
 def _check_model(op: str, model: Any) -> None:
     if not isinstance(model, nn.Module):
         checks.refuse(op, "model", "be a torch.nn.Module", checks.words(type(model).__name__), TypeError)
+
+
+def _check_layout(model: nn.Module, channels_last: bool) -> None:
+    holder = _holder(model)
+    if holder == _DDP:
+        requirement = f"be None for a model inside {holder} (patch it before)"
+        checks.refuse("patch", "channels_last", requirement, channels_last)
+    if holder and channels_last:
+        requirement = f"be None or False for a model inside {holder}, whose weights are contiguous"
+        checks.refuse("patch", "channels_last", requirement, channels_last)
+
+
+def _holder(model: nn.Module) -> str | None:
+    """What shares a model's gradients or weights among processes, and so relies on their strides."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    kinds = {nn.parallel.DistributedDataParallel: _DDP}
+    if fsdp:
+        kinds |= dict.fromkeys((fsdp.FullyShardedDataParallel, fsdp.FSDPModule), "FSDP")
+    mine = {id(module) for _, module in _walk(model)}
+
+    def find() -> str | None:
+        for thing in gc.get_objects():  # nothing leads from a module to what wraps it
+            names = [name for kind, name in kinds.items() if issubclass(type(thing), kind)]
+            if names and any(id(module) in mine for _, module in _walk(thing)):
+                return names[0]
+        return None
+
+    if find():
+        gc.collect()  # it may be dead
+    return find()
 
 
 def _set_class(module: nn.Module, cls: Any, undo: contextlib.ExitStack) -> None:
@@ -236,6 +284,9 @@ def _obstacle(module: nn.Module) -> str | None:
     kind = type(module)
     if "forward" in vars(module):
         return "its forward was replaced"
+    closed = _closed(module)
+    if closed:
+        return closed
     if watched(module):
         return "it has hooks"
     if "quantized" in kind.__module__ or "quantizable" in kind.__module__:
