@@ -193,14 +193,17 @@ def _holder(model: nn.Module) -> str | None:
     mine = {id(module) for _, module in _walk(model)}
 
     def find() -> str | None:
-        for thing in gc.get_objects():  # nothing leads from a module to what wraps it
-            names = [name for kind, name in kinds.items() if issubclass(type(thing), kind)]
-            if names and any(id(module) in mine for _, module in _walk(thing)):
-                return names[0]
+        things = gc.get_objects()  # nothing leads from a module to what wraps it
+        classes = set(map(type, things))
+        found = {cls: name for kind, name in kinds.items() for cls in classes if issubclass(cls, kind)}
+        for thing in things if found else ():
+            if type(thing) in found and any(id(module) in mine for _, module in _walk(thing)):
+                return found[type(thing)]
         return None
 
-    if find():
-        gc.collect()  # it may be dead
+    if not find():
+        return None
+    gc.collect()  # it may be dead
     return find()
 
 
