@@ -1,4 +1,4 @@
-"""torch.compile over more than one op: modules, a patched U-Net, Inductor, sizes that change, and what does not trace.
+"""torch.compile over more than one op: modules, a patched U-Net, Inductor, sizes that change, and transforms.
 
 That every op compiles with fullgraph, forward and backward, bit for bit, is in the battery (``check_compile``).
 """
@@ -6,11 +6,14 @@ That every op compiles with fullgraph, forward and backward, bit for bit, is in 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 import torch._dynamo.testing
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch.autograd import forward_ad
 
 import pixfuse
 import pixfuse.nn as pnn
@@ -138,15 +141,166 @@ def test_inductor_equals_eager_bit_for_bit() -> None:
                 assert got.stride() == want.stride()
 
 
-@pytest.mark.xfail(
-    raises=torch._dynamo.exc.TorchRuntimeError, reason="PyTorch traces no custom op inside torch.func.grad"
-)
-def test_compile_around_torch_func_grad() -> None:
-    def gradient(x: Tensor) -> Tensor:
-        return torch.func.grad(lambda x: pixfuse.bias_act(x, act="swish").sum())(x)
+# --- transforms inside of what is compiled ------------------------------------------------------------------------
 
-    x = image(3, 4).detach()
-    torch.testing.assert_close(torch.compile(gradient, fullgraph=True, backend="aot_eager")(x), gradient(x))
+Call = Callable[[Tensor], Tensor]
+
+
+def _jvp(op: Call) -> Callable[..., Any]:
+    return lambda x, v: torch.func.jvp(op, (x,), (v,))
+
+
+def _dual(op: Call) -> Callable[..., Any]:
+    def call(x: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        with forward_ad.dual_level():
+            primal, tangent = forward_ad.unpack_dual(op(forward_ad.make_dual(x, v)))
+            return primal, tangent
+
+    return call
+
+
+def _vmap_jvp(op: Call) -> Callable[..., Any]:
+    def call(x: Tensor, v: Tensor) -> Any:
+        return torch.vmap(_jvp(op), (None, 0))(x, torch.stack([v, 2 * v]))
+
+    return call
+
+
+def _grad(op: Call) -> Callable[..., Any]:
+    return lambda x, v: torch.func.grad(lambda x: (op(x) ** 2).sum())(x + v)
+
+
+def _hessian_product(op: Call) -> Callable[..., Any]:
+    gradient = torch.func.grad(lambda x: (op(x) ** 2).sum())
+    return lambda x, v: torch.func.jvp(gradient, (x,), (v,))
+
+
+TRANSFORMS = {"jvp": _jvp, "dual": _dual, "vmap_jvp": _vmap_jvp, "grad": _grad, "hessian_product": _hessian_product}
+
+
+EACH = [(op, transform) for op in OPS for transform in ("jvp", "grad")]
+MORE = [(op, transform) for op in ("group_norm", "filtered_lrelu") for transform in TRANSFORMS]
+
+
+@pytest.mark.parametrize(("op", "transform"), dict.fromkeys([*EACH, *MORE]))
+def test_transforms_are_those_of_eager_calls(op: str, transform: str) -> None:
+    """By the op's own rules, and the graph that is left has the kernels."""
+    ops = set()
+
+    def keep(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        ops.update(str(node.target) for node in graph.graph.nodes)
+        return graph
+
+    call = TRANSFORMS[transform](OPS[op])
+    x, v = (image(*size).detach() for size in SIZES[:2])
+    v = v.mT.contiguous()
+    compiled = torch.compile(call, backend=aot_autograd(fw_compiler=keep), fullgraph=True)
+    torch.testing.assert_close(compiled(x, v), call(x, v))
+    assert any(name.startswith("pixfuse.") for name in ops) or op == "modulated_conv2d"  # plain PyTorch on a CPU
+
+
+def test_jacobians() -> None:
+    x = image(2, 3).detach()[:1]
+    for transform in (torch.func.jacfwd, torch.func.jacrev):
+        call = transform(lambda x: pixfuse.group_norm(x, 2, B, B, act="silu"))
+        torch.testing.assert_close(torch.compile(call, backend="aot_eager", fullgraph=True)(x), call(x))
+
+
+def test_tangents_of_changing_sizes() -> None:
+    call = _jvp(OPS["downsample2d"])
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(call, backend=counter, fullgraph=True)
+    for size in SIZES:
+        x = image(*size).detach()
+        torch.testing.assert_close(compiled(x, x.flip(3)), call(x, x.flip(3)))
+    assert counter.frame_count == 2
+
+
+def test_gradients_of_tangents() -> None:
+    x, v = image(10, 12), image(12, 10).detach().mT.contiguous()
+
+    def call(x: Tensor) -> Tensor:
+        tangent: Tensor = _jvp(OPS["filtered_lrelu"])(x, v)[1] + _jvp(OPS["group_norm"])(x, v)[1].mean()
+        return tangent
+
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+    for got, wanted in zip(results(compiled, x), results(call, x), strict=True):
+        torch.testing.assert_close(got, wanted)
+
+
+def test_tangents_of_a_patched_model() -> None:
+    model = nn.Sequential(nn.GroupNorm(2, 8), nn.SiLU(), nn.Conv2d(8, 8, 1)).to(DEVICE)
+    pixfuse.patch(model)
+    x, v = image(10, 12).detach(), image(12, 10).detach().mT.contiguous()
+
+    def call(x: Tensor, v: Tensor) -> Any:
+        parameters = dict(model.named_parameters())
+        return torch.func.jvp(lambda x: torch.func.functional_call(model, parameters, (x,)), (x,), (v,))
+
+    torch.testing.assert_close(torch.compile(call, backend="aot_eager", fullgraph=True)(x, v), call(x, v))
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_export_of_tangents(op: str) -> None:
+    """By the definition: such a program is made of PyTorch's own operators, which its transforms know."""
+
+    class Tangent(nn.Module):
+        def forward(self, x: Tensor, v: Tensor) -> Any:
+            return _jvp(OPS[op])(x, v)
+
+    x, v = image(10, 12).detach(), image(12, 10).detach().mT.contiguous()
+    program = torch.export.export(Tangent(), (x, v), strict=False)
+    torch.testing.assert_close(program.module()(x, v), Tangent()(x, v))
+    assert forward_ad._current_level < 0
+
+
+# --- the sizes of filters and weights -----------------------------------------------------------------------------
+
+TAPS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "upfirdn2d": lambda x, f, w: pixfuse.upfirdn2d(x, f, padding=2),
+    "filter2d": lambda x, f, w: pixfuse.filter2d(x, f),
+    "upsample2d": lambda x, f, w: pixfuse.upsample2d(x, f),
+    "downsample2d": lambda x, f, w: pixfuse.downsample2d(x, f),
+    "filtered_lrelu": lambda x, f, w: pixfuse.filtered_lrelu(x, f, f, up=2, down=2, padding=3),
+    "conv2d_resample down": lambda x, f, w: pixfuse.conv2d_resample(x, w, f, down=2, padding=1),
+    "conv2d_resample up": lambda x, f, w: pixfuse.conv2d_resample(x, w, f, up=2, padding=1),
+    "modulated_conv2d": lambda x, f, w: pixfuse.modulated_conv2d(
+        x, w, x.mean((2, 3)), None, 2, 1, 1, f, fused_modconv=False
+    ),
+}
+
+
+@pytest.mark.parametrize("op", TAPS)
+def test_filters_have_constant_sizes(op: str) -> None:
+    """Inductor cannot compile what is as large as symbolic filters make it."""
+    shapes = []
+
+    def keep(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> torch.fx.GraphModule:
+        values = [node.meta["example_value"] for node in graph.graph.nodes if node.op == "placeholder"]
+        shapes.append([str(list(v.shape)) for v in values if isinstance(v, Tensor)])
+        return graph
+
+    x = image(10, 12).requires_grad_()
+    compiled = torch.compile(TAPS[op], backend=keep, fullgraph=True, dynamic=True)
+    for f in (FILTER, pixfuse.setup_filter([1, 2, 1], separable=True, device=DEVICE)):
+        assert torch.equal(compiled(x, f, W), TAPS[op](x, f, W))
+        assert str(list(f.shape)) in shapes[-1]
+        assert "s" in "".join(shapes[-1])  # those of x are symbolic
+        if op in ("conv2d_resample up", "modulated_conv2d"):  # PyTorch's own transposed convolution cannot either
+            assert str(list(W.shape)) in shapes[-1]
+    assert len(shapes) == 2
+
+
+def test_inductor_takes_filters_as_arguments() -> None:
+    compiled = torch.compile(TAPS["filtered_lrelu"], fullgraph=True, dynamic=True)
+    for size in SIZES[:2]:
+        x = image(*size)
+        wanted = results(lambda x: TAPS["filtered_lrelu"](x, FILTER, W), x)
+        for got, truth in zip(results(lambda x: compiled(x, FILTER, W), x), wanted, strict=True):
+            assert torch.equal(got, truth)
+
+
+# --- inlined ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("channels_last", [False, True])

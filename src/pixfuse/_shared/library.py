@@ -45,6 +45,7 @@ class Op:
         overload: torch._ops.OpOverload,
         reference: Callable[..., Any],
         transformed: type[torch.autograd.Function],
+        in_graph: Callable[..., Any],
         recorded: type[torch.autograd.Function],
         sharding: Sharding,
         room: str,
@@ -56,6 +57,7 @@ class Op:
         self._call = overload._op  # the same without Python of its own
         self.reference = reference
         self.transformed = transformed
+        self.in_graph = in_graph
         self.recorded = recorded
         # Function.apply without Python of its own, which is for functorch.
         self._record = torch._C._FunctionBase.__dict__["apply"].__get__(None, recorded)
@@ -75,6 +77,8 @@ class Op:
 
     def _call_first(self, *args: Any) -> Any:
         if torch.compiler.is_compiling():
+            if _pixfuse_differentiating():
+                return self.in_graph(*args)
             if for_shards is not None and isinstance(args[0], for_shards.tensor):
                 return self.overload(*for_shards.alike(args))
             return self.overload(*args)
@@ -148,6 +152,23 @@ _peek_interpreter_stack = torch._C._functorch.peek_interpreter_stack
 def _watched() -> bool:
     """Whether a mode, the profiler or the tracer asks to see every operator: then calls go by the dispatcher."""
     return calls.watched() or torch._C._get_tracing_state() is not None
+
+
+def _pixfuse_differentiating() -> bool:
+    """Whether a transform that is open here differentiates what is traced."""
+    differentiates = _forward_ad._current_level >= 0 or any(
+        interpreter.key() in _DIFFERENTIATE for interpreter in torch._C._functorch.get_interpreter_stack() or ()
+    )
+    if differentiates:  # not before: it imports much
+        for op in OPS.values():
+            torch.compiler.allow_in_graph(op.in_graph)
+    return differentiates
+
+
+_DIFFERENTIATE = (torch._C._functorch.TransformType.Grad, torch._C._functorch.TransformType.Jvp)
+# As torch.compiler.assume_constant_result does, without its imports. Tracing opens the transforms of what it traces
+# and guards on them; of the answer it keeps a global variable beside the traced function, hence the long name.
+_pixfuse_differentiating._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 _by_definition = False
@@ -242,7 +263,8 @@ def define_op(
         # PyTorch switches forward mode off in here, which would lose the tangents of an outer transform without a
         # word: it is switched on again, for arguments without the tangents of this one.
         with _forward_ad._set_fwd_grad_enabled(True):
-            tensors = [None if t is None else _forward_ad.unpack_dual(t).primal for t in ctx.saved_tensors]
+            # The level is named, since compiled programs open it without a word to forward_ad; there is no other.
+            tensors = [None if t is None else _forward_ad.unpack_dual(t, level=0).primal for t in ctx.saved_tensors]
             args = [t if t is not None else a for t, a in zip(tensors, ctx.arguments, strict=False)]
             outputs: list[Any] = tensors[len(args) :]
             found = jvp(tangents, args, outputs)
@@ -263,8 +285,14 @@ def define_op(
         vmap=vmap,
     )
     recorded = function(forward=record, backward=backward_of_recorded)
+
+    def in_graph(*args: Any) -> Any:
+        """The op where torch.compile meets a transform: one node, which is traced with that, and into its kernels."""
+        # An exported program keeps the transforms themselves, which know the operators of PyTorch only.
+        return reference(*args) if torch.compiler.is_exporting() else transformed.apply(*args)
+
     # A class of its own, since calling looks for __call__ there: so self.call needs no function around it.
-    OPS[name] = op = type(name, (Op,), {})(name, overload, reference, transformed, recorded, sharding, room)
+    OPS[name] = op = type(name, (Op,), {})(name, overload, reference, transformed, in_graph, recorded, sharding, room)
     return op
 
 

@@ -5,6 +5,7 @@ What demodulation makes of weight and styles is an op, in ``modulation.py``.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -218,6 +219,9 @@ def _resampled(
 
     ``scale`` ``[N, C]`` multiplies ``x``, or what a filter made of it. The last two as in ``_shared.conv.conv2d``.
     """
+    if up > 1 and torch.compiler.is_compiling():  # Inductor transposes no convolution by a weight of symbolic size
+        for size in w.shape:
+            operator.index(size)  # makes it a constant
     kh, kw = map(int, w.shape[2:])
     x0, x1, y0, y1 = pads
     if x.numel() == 0 or w.numel() == 0:  # convolutions refuse some of these

@@ -98,7 +98,7 @@ def _centre(x: Tensor, num_groups: int, floor: Tensor | float) -> tuple[Tensor, 
     size = t.detach().abs().amax(-1, keepdim=True).clamp(min=floor)
     extreme = size.isfinite() & (size > 0) & ((size > _UNSCALED) | (size < 1 / _UNSCALED))
     limit = 120 if t.dtype == torch.float32 else 1000
-    scale = torch.where(extreme, size.log2().floor().neg().clamp(-limit, limit).exp2(), torch.ones_like(size))
+    scale = torch.where(extreme, size.log2().floor().neg().clamp(-limit, limit).exp2(), 1)
     t = t * scale
     mean = t.mean(-1, keepdim=True)
     t = t - mean

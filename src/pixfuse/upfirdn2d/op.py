@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -143,6 +144,8 @@ def filter_size(f: Tensor | None) -> tuple[int, int]:
     if f is None:
         return 1, 1
     shape = f.shape
+    if torch.compiler.is_compiling():  # makes it a constant: a compiled program is for filters of one size
+        return operator.index(shape[-1]), operator.index(shape[0])
     return shape[-1], shape[0]
 
 
