@@ -5,6 +5,7 @@ That every op compiles with fullgraph, forward and backward, bit for bit, is in 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -240,9 +241,27 @@ def test_tangents_of_a_patched_model() -> None:
     torch.testing.assert_close(torch.compile(call, backend="aot_eager", fullgraph=True)(x, v), call(x, v))
 
 
+@functools.cache
+def _exports_tangents() -> bool:
+    """Whether this PyTorch exports a jvp of its own operators; 2.11 does not."""
+
+    class Tangent(nn.Module):
+        def forward(self, x: Tensor, v: Tensor) -> Any:
+            return torch.func.jvp(torch.sin, (x,), (v,))
+
+    x = torch.ones(2)
+    try:
+        torch.export.export(Tangent(), (x, x), strict=False)
+    except Exception:
+        return False
+    return True
+
+
 @pytest.mark.parametrize("op", OPS)
 def test_export_of_tangents(op: str) -> None:
     """By the definition: such a program is made of PyTorch's own operators, which its transforms know."""
+    if not _exports_tangents():
+        pytest.skip(f"torch {torch.__version__} exports no tangents")
 
     class Tangent(nn.Module):
         def forward(self, x: Tensor, v: Tensor) -> Any:

@@ -232,28 +232,51 @@ class Generator(nn.Module):
         return self.leave(self.norm(self.grow(x)))
 
 
+class Stock(nn.Module):
+    """A generator without pixfuse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(8, 8, 3, padding=1)
+
+    def forward(self, style: Tensor) -> Tensor:
+        return self.conv(style[:, :, None, None].expand(-1, -1, 4, 4))
+
+
+def package(model: nn.Module, style: Tensor, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Compile ``model`` into a package and run that in another process, which writes pictures.pt."""
+    folder.mkdir()
+    program = torch.export.export(model, (style[:2],), dynamic_shapes=({0: torch.export.Dim("n", min=1)},))
+    file = torch._inductor.aoti_compile_and_package(
+        program,
+        package_path=str(folder / "generator.pt2"),
+        inductor_configs={"aot_inductor.compile_wrapper_opt_level": "O0"},  # a third of the time
+    )
+    torch.save(style, folder / "style.pt")
+    code = f"""
+import torch, pixfuse
+model = torch._inductor.aoti_load_package({file!r})
+torch.save(model(torch.load({str(folder / "style.pt")!r})), {str(folder / "pictures.pt")!r})
+"""
+    own = {"PYTHONPATH": str(Path(pixfuse.__file__).parents[1]), "OMP_NUM_THREADS": "1", "HOME": str(folder)}
+    environment = {k: v for k, v in os.environ.items() if k in ("PATH", "LD_LIBRARY_PATH")} | own  # where drivers lie
+    command = [sys.executable, "-X", "faulthandler", "-c", code]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+
+
 @pytest.mark.skipif(not shutil.which("c++") and not shutil.which("g++"), reason="AOTInductor needs a C++ compiler")
 def test_a_package_runs_in_another_process(tmp_path: Path) -> None:
     model, style = Generator().to(DEVICE).eval(), picture(3, 8).to(DEVICE)
-    program = torch.export.export(model, (style[:2],), dynamic_shapes=({0: torch.export.Dim("n", min=1)},))
-    package = torch._inductor.aoti_compile_and_package(
-        program,
-        package_path=str(tmp_path / "generator.pt2"),
-        inductor_configs={"aot_inductor.compile_wrapper_opt_level": "O0"},  # a third of the time
-    )
-    torch.save(style, tmp_path / "style.pt")
-    code = f"""
-import torch, pixfuse
-model = torch._inductor.aoti_load_package({package!r})
-torch.save(model(torch.load({str(tmp_path / "style.pt")!r})), {str(tmp_path / "pictures.pt")!r})
-"""
-    own = {"PYTHONPATH": str(Path(pixfuse.__file__).parents[1]), "OMP_NUM_THREADS": "1", "HOME": str(tmp_path)}
-    environment = {k: v for k, v in os.environ.items() if k in ("PATH", "LD_LIBRARY_PATH")} | own  # where drivers lie
-    command = [sys.executable, "-X", "faulthandler", "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    done = package(model, style, tmp_path / "own")
+    if done.returncode < 0 and DEVICE != "cpu":
+        stock = package(Stock().to(DEVICE).eval(), style, tmp_path / "stock")
+        if stock.returncode < 0:
+            pytest.xfail(
+                f"a package of PyTorch's own convolution ends this machine's process, too ({stock.returncode})"
+            )
     assert done.returncode == 0, done.stderr
     with torch.no_grad():
-        torch.testing.assert_close(torch.load(tmp_path / "pictures.pt"), model(style))
+        torch.testing.assert_close(torch.load(tmp_path / "own" / "pictures.pt"), model(style))
 
 
 @pytest.mark.parametrize("act", ["softplus", "swish", "sigmoid", "tanh", "elu", "selu"])

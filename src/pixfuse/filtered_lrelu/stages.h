@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstring>
 #include <memory>
+#include <new>
 
 #include "pixels.h"
 
@@ -131,6 +132,21 @@ struct Lanes {
 template <class A>
 class Scratch {
  public:
+#ifdef __SANITIZE_ADDRESS__  // every piece by itself, so that the sanitizer knows where it ends
+  void reserve(int64_t) {}
+  void reset() { pieces_.clear(); }
+  A* take(int64_t vectors) {
+    pieces_.emplace_back(static_cast<A*>(::operator new(vectors * kVectorBytes, kAlignment)));
+    return pieces_.back().get();
+  }
+
+ private:
+  static constexpr std::align_val_t kAlignment{kVectorBytes};
+  struct Free {
+    void operator()(A* piece) const { ::operator delete(piece, kAlignment); }
+  };
+  std::vector<std::unique_ptr<A, Free>> pieces_;
+#else
   void reserve(int64_t vectors) {
     memory_.reset(new unsigned char[(vectors + 1) * kVectorBytes]);
     start_ = memory_.get() + (kVectorBytes - reinterpret_cast<uintptr_t>(memory_.get()) % kVectorBytes) % kVectorBytes;
@@ -146,6 +162,7 @@ class Scratch {
   std::unique_ptr<unsigned char[]> memory_;
   unsigned char* start_ = nullptr;
   int64_t used_ = 0;
+#endif
 };
 
 // Batches of rows of the upsampled image, in order, from the rows of an image.
@@ -168,7 +185,7 @@ class UpStage {
   }
   // Samples are written in whole groups, of which some are beyond those asked for.
   static int64_t before(const Up<A>& up) { return up.up - 1; }
-  static int64_t after(const Up<A>& up) { return kFew * up.up; }
+  static int64_t after(const Up<A>& up) { return (kFew + 1) * up.up; }  // of any width: up * groups() - width is less
 
   // Begin a tile whose first upsampled sample is (my[l], mx[l]) for lane l; all are congruent modulo the factor.
   void begin(Scratch<A>& scratch, const Lanes<A>& lanes, const int64_t* my, const int64_t* mx, int64_t width) {
@@ -343,7 +360,8 @@ class DownStage {
   // The upsampled samples that `width` results see, and vectors of scratch for a tile of them.
   int64_t upsampled(int64_t width, int64_t taps) const { return (width - 1) * down_ + taps; }
   int64_t need(int64_t width) const {
-    return ring_rows() * ring_stride(width) + row_size(width) + kBatch * padded(width) + 2 * round_up(width, L);
+    return ring_rows() * ring_stride(width) + row_size(width) + kBatch * padded(width) + round_up(padded(width), L) +
+           round_up(width, L);
   }
 
   void begin(Scratch<A>& scratch, int64_t width) {
@@ -353,7 +371,7 @@ class DownStage {
     ring_.at = scratch.take(ring_.rows * ring_stride(width));
     row_ = scratch.take(row_size(width));
     for (A*& filtered : filtered_) filtered = scratch.take(padded(width));
-    result_ = scratch.take(round_up(width, L));
+    result_ = scratch.take(round_up(padded(width), L));
     planes_ = scratch.take(round_up(width, L));
   }
 

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import pixfuse
-from pixfuse._shared.testing import battery, check_golden, golden
+from pixfuse._shared.library import by_definition
+from pixfuse._shared.testing import as_channels_last, battery, check_golden, golden
 from pixfuse._shared.timing import threads
 from pixfuse.filtered_lrelu import filtered_lrelu, reference
 from pixfuse.filtered_lrelu.cases import CASES
@@ -125,6 +126,28 @@ def test_matches_dense_matrices(p):
     gradients = torch.autograd.grad(got, inputs, torch.from_numpy(dy))
     for a, e in zip((got, *gradients), expected, strict=False):
         np.testing.assert_allclose(a.detach().numpy(), e, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("up", [1, 2, 3, 4, 5, 7])
+def test_rows_of_every_width(up, channels_last):
+    """Kernels write rows in whole groups, and no sample beyond the room that there is for them."""
+    f = torch.tensor([0.7, -0.4])
+    for down in (1, 2, 3):
+        for width in range(1, 26):
+            for pad in (0, 1, 2):
+                x = torch.linspace(-1, 1, 2 * 3 * width, dtype=torch.float64).reshape(1, 2, 3, width)
+                x = as_channels_last(x) if channels_last else x
+                x.requires_grad_()
+                args = (x, f, f, None, up, down, [2 + pad, 0, 2, 0])
+                y = filtered_lrelu(*args)
+                dy = torch.linspace(-1, 1, y.numel(), dtype=y.dtype).reshape(y.shape)
+                (dx,) = torch.autograd.grad(y, x, dy)
+                with by_definition():
+                    exact = filtered_lrelu(*args)
+                    (dexact,) = torch.autograd.grad(exact, x, dy)
+                torch.testing.assert_close(y, exact, rtol=1e-12, atol=1e-12)
+                torch.testing.assert_close(dx, dexact, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize(("case", "dtype", "channels_last"), golden("filtered_lrelu"))
