@@ -139,9 +139,7 @@ def conv2d(
             x = upfirdn2d(x, None, padding=[0, total[1] % 2, 0, total[0] % 2])
         padding = [t // 2 for t in total]
     how = (_How if gated else _Ungated)(_two(stride), _two(padding), _two(dilation), False, (0, 0), groups)
-    if scale is None:
-        return _convolve(x, weight, bias, how)
-    return _ScaledConvolution.apply(x, scale, weight, weight if source is None else source, how)
+    return _convolve(x, weight, bias, how, scale, source)
 
 
 def conv_transpose2d(
@@ -173,9 +171,7 @@ def conv_transpose2d(
         )
         return result
     how = (_How if gated else _Ungated)(_two(stride), _two(padding), _two(dilation), True, _two(output_padding), groups)
-    if scale is None:
-        return _convolve(x, weight, bias, how)
-    return _ScaledConvolution.apply(x, scale, weight, weight if source is None else source, how)
+    return _convolve(x, weight, bias, how, scale, source)
 
 
 def scaled(x: Tensor, scale: Tensor) -> Tensor:
@@ -264,7 +260,11 @@ def split_as(y: Any, t: Tensor) -> Tensor:
     return split
 
 
-def _convolve(x: Tensor, weight: Tensor, bias: Tensor | None, how: _How) -> Tensor:
+def _convolve(
+    x: Tensor, weight: Tensor, bias: Tensor | None, how: _How, scale: Tensor | None, source: Tensor | None
+) -> Tensor:
+    if scale is not None:
+        return _ScaledConvolution.apply(x, scale, weight, weight if source is None else source, how)
     if on_shards(x):
         from ..distributed import anchored, placed
 

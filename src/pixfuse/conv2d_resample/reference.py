@@ -45,7 +45,7 @@ def modulated_weight(weight: Tensor, styles: Tensor, demodulate: bool) -> Tensor
     """The weights ``[N, out, in, kh, kw]`` of each image (Karras et al. 2020, equations 1 and 3)."""
     w = weight * styles[:, None, :, None, None]
     if demodulate:
-        w = w * torch.rsqrt(w.square().sum((2, 3, 4), keepdim=True) + 1e-8)
+        w = w * torch.rsqrt(w.square().sum((2, 3, 4), keepdim=True) + EPS)
     return w
 
 
